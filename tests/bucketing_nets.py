@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import pyringar as pr
 
 EACH = {"bucket_cap_mb": 1e-6}  # one bucket per parameter
-EARLY = {**EACH, "overlap": True}  # launched during backward, also on the CPU
+EARLY = {**EACH, "overlap": True}  # launch buckets during backward, also on the CPU
 
 
 class Explode(torch.autograd.Function):
@@ -42,7 +42,7 @@ def armed(rank: object):
 
 
 class Net(nn.Module):
-    """Backward computes the gradient of ``late``, may then fail, then computes ``early``."""
+    """Backward computes ``late.grad``, may then fail, then computes ``early.grad``."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Mixed(TwoLayers):
 
 
 class Views(nn.Module):
-    """Backward stores both gradients in the same memory."""
+    """Backward returns both gradients as views of the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def step_of(net: nn.Module, bucketer: pr.GradientBucketer, x: Tensor) -> None:
 
 
 def summed(nets: Sequence[nn.Module], xs: Sequence[Tensor], op: str = "sum") -> list[Tensor | None]:
-    """Oracle: run backward on copies without hooks, and add gradients in rank order."""
+    """Return the expected sums: run backward on copies without hooks, add in rank order."""
     copies = [copy.deepcopy(net) for net in nets]
     clear(copies)
     backward_one_by_one(copies, xs)
@@ -204,7 +204,7 @@ def grads_of(net: nn.Module) -> list[Tensor | None]:
 
 
 def assert_steps(got, wanted) -> None:
-    """Compare `grads_of` after each step, bit for bit."""
+    """Assert that the gradients after each step, from `grads_of`, have equal bits."""
     for step, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
         for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             assert (a is None) == (b is None), (step, i)

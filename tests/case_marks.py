@@ -9,11 +9,11 @@ forks_run_backward = pytest.mark.skipif(
 
 
 def mostly_slow(cases, *kept):
-    """All cases; those that are not kept are slow.
+    """Return all cases; mark each case that is not in ``kept`` as slow.
 
     Args:
-        cases: Values, or tuples of them, as `pytest.mark.parametrize` takes them.
-        kept: Some of them.
+        cases: Values, or tuples of values, for `pytest.mark.parametrize`.
+        kept: The cases that stay without the mark.
     """
     cases = list(cases)
     assert all(case in cases for case in kept), f"{kept} are not all of {cases}"

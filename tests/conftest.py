@@ -16,7 +16,7 @@ from rank_processes import RankGroup, rank_groups, store
 
 import pyringar as pr
 
-# For tests of benchmarks/. Appended, so that an installed pyringar has priority.
+# Tests import benchmarks/. The path is last, so that an installed pyringar has priority.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 # For tests that import modules of tests/conformance.
 sys.path.append(str(Path(__file__).resolve().parent / "conformance"))
@@ -43,10 +43,10 @@ test_cluster_failures test_cluster test_launch_processes
 test_cluster_run test_distributed test_prepared test_entries test_docs
 test_deadlines test_private_cache test_examples
 """
-MAX_WORKERS = 8  # each imports torch, and tests start several ranks
+MAX_WORKERS = 8  # each worker imports torch, and its tests start several ranks
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+@pytest.hookimpl(tryfirst=True)  # runs before pytest selects tests by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark thorough tests as slow, and run long files first."""
     for item in items:
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return two workers per core; 0 for selected files or keywords, and on a GPU."""
+    """Return two workers per core; 0 if files or keywords are selected, or with a GPU."""
     option = config.option
     is_selection = (
         any("::" in word or word.endswith(".py") for word in config.args) or option.keyword
@@ -74,14 +74,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> None:
     torch.set_num_threads(1)
-    if not torch.cuda.is_available():  # else torch.compile breaks backward in forked ranks
+    # Without one backward pass here, torch.compile breaks backward in forked ranks.
+    if not torch.cuda.is_available():
         torch.zeros((), requires_grad=True).backward()
     gc.freeze()  # without frozen modules, each gc.collect() of a test takes 0.4 s
 
 
 @pytest.fixture
 def two_torch_threads() -> Iterator[None]:
-    """Set two torch threads, which large calls use; with one, a call uses only its caller."""
+    """Set two torch threads. With one thread, a call runs only on the calling thread."""
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
@@ -102,7 +103,7 @@ def comm_of() -> Iterator[Callable[[int], pr.Communicator]]:
 
 
 # The next fixtures are for tests/conformance and tests/cuda. In a conftest.py of these folders,
-# pytest 9.1 misses them if the command line names a file of another folder first.
+# pytest 9.1 finds no fixture if the command line names a file of another folder first.
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ def assert_equal(actual: Tensor, expected: Tensor, context: object = "") -> None
 
 
 def is_process_group_ours() -> bool:
-    """Return True up to torch 2.13; later versions wrap the backend in their own group."""
+    """Return True up to torch 2.13; later, the group is a `dist.ProcessGroup` of torch."""
     return type(dist.group.WORLD) is not dist.ProcessGroup
 
 
@@ -117,7 +117,7 @@ def delegated(rank: int, size: int) -> None:
             received = torch.empty_like(parts[0])
             if is_process_group_ours():
                 assert dist.recv(received) == 0
-            else:  # torch drops the source rank
+            else:  # torch's ProcessGroup does not return the source rank
                 with raises(pr.UnsupportedError, "needs src"):
                     dist.recv(received)
                 dist.recv(received, 0)
@@ -137,7 +137,7 @@ def messages(rank: int, size: int) -> None:
     for request in requests:
         request.wait()
     assert theirs.item() == before
-    # A message to a rank that is in a collective does not wait for the collective.
+    # A barrier may run while a message between two ranks is pending.
     if rank == 0:
         work = dist.isend(mine, 1, tag=7)
     dist.barrier()
@@ -174,7 +174,7 @@ def calls_and_tensors(rank: int, size: int, dtype: torch.dtype, step: int) -> li
         (lambda: dist.scatter(one, at_root or None), [one], at_root),
         (lambda: dist.all_to_all_single(whole, new(3 * size)), [whole], []),
     ]
-    if torch.__version__.split(".")[:2] >= ["2", "14"]:  # gloo of torch 2.11 takes no lists
+    if torch.__version__.split(".")[:2] >= ["2", "14"]:  # no all_to_all in gloo of 2.11
         calls.append((lambda: dist.all_to_all(rows, row), rows, row))
     if rank < 2 <= size:
         calls.append((lambda: message(one, 1 - rank), [one][rank:], [one][:rank]))
@@ -220,7 +220,7 @@ def functional(rank: int, size: int) -> None:
 
 
 def mistakes(rank: int, size: int) -> None:
-    if is_process_group_ours():  # else torch raises its own error
+    if is_process_group_ours():  # torch's ProcessGroup raises another error
         with raises(pr.UnsupportedError, "this one is on meta"):
             dist.all_reduce(torch.empty(3, device="meta"))
     with raises(pr.UnsupportedError, "mean"):

@@ -147,7 +147,6 @@ def fully_sharded(rank: int, size: int) -> None:
         ours.step()
         by_rank = [torch.autograd.grad(plain(x).square().mean(), params) for x in inputs]
         for param, *grads in zip(params, *by_rank, strict=True):
-            # Halving is exact, before the sum or after it.
             param.grad = oracle.reduced(grads, "mean")
         theirs.step()
     for p, wanted in zip(sharded.parameters(), params, strict=True):
@@ -173,7 +172,7 @@ def uneven_batches(rank: int, size: int) -> None:
             for step in range(2 + rank):
                 ddp.zero_grad()
                 ddp(torch.ones(3, 4)).sum().backward()
-                left = size - max(0, step - 1)  # ranks that have not joined
+                left = size - max(0, step - 1)  # ranks that still have batches
                 assert (ddp.module.weight.grad == 3 * left / (size if by_all else left)).all()
         total = torch.tensor(1.0)
         dist.all_reduce(total)

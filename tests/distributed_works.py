@@ -1,4 +1,4 @@
-"""Cases of ``test_distributed.py`` about works: polled, dropped, and compared with gloo."""
+"""Cases of ``test_distributed.py`` for Work objects: poll, drop, compare with gloo."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from pyringar.distributed.torch_works import PendingWork
 
 Case = Callable[[int, int], None]
 LATE_S = 30.0
-HAS_EXCEPTIONS = torch.__version__.split(".")[:2] >= ["2", "14"]  # torch 2.11's works raise
+HAS_EXCEPTIONS = torch.__version__.split(".")[:2] >= ["2", "14"]  # in 2.11, exception() raises
 N = 5
 
 
@@ -47,7 +47,7 @@ def assert_alike(actual: Any, expected: Any, context: str) -> None:
 
 
 def numbers(rank: int, numel: int = N) -> Tensor:
-    """Return whole numbers, whose sums do not depend on the order."""
+    """Return integers as floats, so that sums are exact in any order."""
     return torch.arange(numel, dtype=torch.float32) % 17 + 10 * rank + 1
 
 
@@ -109,9 +109,9 @@ def answers(rank: int, size: int) -> None:
         assert handle.wait() is True, name
         assert handle.is_completed(), name
         assert handle.get_future().done(), f"{name}: the future of a finished work"
-        if "reduce_scatter" in name:  # gloo's work has no future
+        if "reduce_scatter" in name:  # the gloo Work has no future
             assert_alike(handle.get_future().value(), [expected], name)
-        elif name == "reduce" and rank != 1:  # gloo leaves partial sums there
+        elif name == "reduce" and rank != 1:  # gloo writes partial sums on these ranks
             assert_alike(handle.get_future().value(), [numbers(rank)], name)
         else:
             assert_alike(handle.get_future().value(), control.get_future().wait(), name)
@@ -134,7 +134,7 @@ def answers_while_it_runs(rank: int, size: int) -> None:
 
 
 def converted(rank: int, size: int, group: Any = None) -> list[tuple[str, Any, Any]]:
-    """Begin calls whose results are copied from stand-ins; return name, tensors, expected."""
+    """Begin calls that run on temporary copies; return (name, tensors, expected) of each."""
     begun: list[tuple[str, Any, Any]] = []
     mine = numbers(rank).to(torch.int16)
     dist.all_reduce(mine, group=group, async_op=True)
@@ -237,7 +237,7 @@ def callbacks_wait(rank: int, size: int) -> None:
 
 
 def power_sgd(rank: int, size: int) -> None:
-    """Use one bucket: callbacks of several buckets have no common order of calls."""
+    """Train with one bucket: ranks may run the callbacks of several buckets in different orders."""
     trained = []
     for group in (dist.new_group(backend="gloo"), dist.new_group()):
         torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 Fenced blocks of a page:
 
-    python      runs in order in one namespace; a block that begins with ``# name.py`` is that file
+    python      runs in order in one namespace; ``# name.py`` as first line: the block is that file
     sh          commands, run in the folder that holds the page's files
     text        output of the block before it; ``...`` matches any text
     diff        a change of the page's first file. The next command runs with the change. Without a

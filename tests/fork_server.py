@@ -33,7 +33,7 @@ class ForkServer:
         ready = self._replies.readline()
         assert ready, "the fork server did not start"
         self._pid = int(ready)
-        self._lock = threading.Lock()  # one question at a time
+        self._lock = threading.Lock()  # one request at a time
 
     def fork(self, what: str, descriptors: Sequence[int]) -> int:
         with self._lock:
@@ -58,7 +58,7 @@ def servers() -> dict[str, ForkServer]:
         pytest.skip("ranks in processes need Linux")
     from pyringar.engine import load
 
-    load.engine()  # built once, before a process that waits for another needs it
+    load.engine()  # compile now, since waiting ranks could time out
     ours, theirs = socket.socketpair()
     command = [sys.executable, str(HERE / "fork_server.py"), str(theirs.fileno())]
     subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=HERE)
@@ -73,13 +73,13 @@ def _die_with_parent() -> None:
 
 def _import(module: str) -> None:
     if module not in sys.modules:
-        with contextlib.suppress(BaseException):  # it is the ranks that say what is wrong with it
+        with contextlib.suppress(BaseException):  # ranks report the error
             importlib.import_module(module)
-        gc.freeze()  # what was imported: ranks need not look at it again
+        gc.freeze()  # the garbage collector of a rank then skips the imported objects
 
 
 def _mend_torch() -> None:
-    """Have torch replace its thread pool here: after a fork, two threads at once would crash."""
+    """Let torch replace its thread pool now: two threads that do so at once would crash."""
     import torch
 
     torch.set_num_threads(1)
@@ -100,7 +100,7 @@ def _be_rank(channel: int) -> None:
 
 
 def _serve(control: socket.socket) -> None:
-    """Fork ranks until no test asks any more."""
+    """Fork and reap ranks on request, until the tests close the socket."""
     control.sendall(f"{os.getpid()}\n".encode())
     while True:
         message, descriptors, *_ = socket.recv_fds(control, 256, 4)
@@ -123,20 +123,20 @@ def _serve(control: socket.socket) -> None:
 
 
 def _main(control: socket.socket) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest's: ranks take it back
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest; ranks restore the handler
     sys.path.append(str(HERE / "conformance"))  # ranks run functions of its modules
     _die_with_parent()
     import torch
 
     torch.set_num_threads(1)
-    import torch._dynamo  # seconds, which optimizers and DistributedDataParallel take at first use
+    import torch._dynamo  # takes seconds; optimizers and DDP import it at first use
 
     import pyringar
     from pyringar.engine import load
 
     load.engine()
     for name in pyringar.__all__:
-        getattr(pyringar, name)  # or each rank would import it
+        getattr(pyringar, name)  # import here, not again in each rank
     gc.freeze()
     _serve(control)
 

@@ -1,4 +1,4 @@
-"""Marker for tests that need nvcc, and the toolkit's include folders."""
+"""Marker for tests that need nvcc, and include folders of the CUDA toolkit."""
 
 from __future__ import annotations
 

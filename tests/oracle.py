@@ -1,4 +1,4 @@
-"""Expected results of reductions, computed bit by bit in NumPy. Any NaN equals any other NaN."""
+"""Expected bits of reductions, computed in NumPy. Any NaN equals any other NaN."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,17 +17,17 @@ OPS = ("sum", "mean", "max", "min", "prod")
 NATIVE = ("fused", "direct", "ring")
 ALGORITHMS = ("auto", "fused", "direct", "sharded", "naive", "ring")
 
-# A letter for each rank says on which machine it is; without them all are on one.
+# One letter per rank: the name of the rank's machine. Empty: all ranks run on one machine.
 machines = ""
 
-Words = np.ndarray  # elements as unsigned integers, in any shape
+Words = np.ndarray  # tensor elements as unsigned integers, in any shape
 
 
 class Kind(NamedTuple):
     torch: torch.dtype
     word: type
     wide: type
-    exponent_bits: int = 0  # 0: integers
+    exponent_bits: int = 0  # 0 for integer dtypes
     fraction_bits: int = 0
 
     @property
@@ -69,7 +69,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def limit_bytes(name: str) -> int:
-    """Return a size limit of the CPU engine."""
+    """Return the size limit ``name`` of the CPU engine, in bytes."""
     limits: dict[str, int] = load.engine().limits()
     return limits[name]
 
@@ -88,7 +88,7 @@ def widened(words: Words, kind: Kind) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, kind: Kind) -> Words:
-    """Round partial sums to the nearest element, ties to the even one."""
+    """Round partial sums to the nearest value of the dtype, ties to even."""
     if kind.torch is torch.float16:
         return values.astype(np.float16).view(np.uint16)
     if kind.torch is torch.bfloat16:
@@ -116,7 +116,7 @@ def _combined(total: np.ndarray, term: np.ndarray, op: str) -> np.ndarray:
         return total + term
     if op == "prod":
         return total * term
-    # NaN wins; of two equal numbers (0 and -0) the later one.
+    # Return NaN if an input is NaN. Of two equal numbers (0 and -0), return the later number.
     keep = total > term if op == "max" else total < term
     keep |= total != total
     return np.where(keep, total, term)
@@ -126,7 +126,7 @@ def _divided(total: np.ndarray, count: int, kind: Kind) -> np.ndarray:
     if kind.is_float:
         return total / kind.wide(count)
     wide = total.astype(np.int64)
-    quotient = wide // count  # towards minus infinity
+    quotient = wide // count  # rounds towards minus infinity
     return (quotient + ((wide < 0) & (quotient * count != wide))).astype(kind.wide)
 
 
@@ -136,7 +136,7 @@ def _finished(total: np.ndarray, op: str, count: int, kind: Kind) -> Words:
 
 @np.errstate(all="ignore")
 def in_rank_order(parts: Sequence[Words], op: str, kind: Kind) -> Words:
-    """``((x0 + x1) + x2) + ...``; on machines, of the sums of the machines."""
+    """Return ``((x0 + x1) + x2) + ...``; with several machines, first add within each machine."""
     places = machines if len(machines) == len(parts) else "a" * len(parts)
     sums: dict[str, np.ndarray] = {}
     for place, part in zip(places, parts, strict=True):
@@ -150,7 +150,7 @@ def in_rank_order(parts: Sequence[Words], op: str, kind: Kind) -> Words:
 
 @np.errstate(all="ignore")
 def in_tree_order(parts: Sequence[Words], op: str, kind: Kind) -> Words:
-    """``T(lo, hi) = T(lo, mid) + T(mid, hi)``, ``mid - lo`` the largest power of two that fits."""
+    """Add ``T(lo, mid) + T(mid, hi)``; ``mid - lo``: largest power of two below ``hi - lo``."""
 
     def tree(lo: int, hi: int) -> np.ndarray:
         if hi - lo == 1:
@@ -165,7 +165,7 @@ def in_tree_order(parts: Sequence[Words], op: str, kind: Kind) -> Words:
 
 @np.errstate(all="ignore")
 def exactly(parts: Sequence[Words], op: str, kind: Kind) -> Words:
-    """The real sum, rounded once; a mean of 16-bit floats is divided in fp32."""
+    """Return exact sums, rounded once; a mean of 16-bit floats is divided in float32."""
     if not kind.is_float:
         return in_rank_order(parts, op, kind)
     to = KINDS[torch.float32] if op == "mean" and kind.fraction_bits < 23 else kind
@@ -174,11 +174,11 @@ def exactly(parts: Sequence[Words], op: str, kind: Kind) -> Words:
     return _finished(sums.astype(kind.wide).reshape(parts[0].shape), op, len(parts), kind)
 
 
-_UNIT = 1074  # every float is a multiple of 2^-1074
+_UNIT = 1074  # every float64 is a multiple of 2^-1074
 
 
 def exact_sum(terms: Sequence[float], kind: Kind) -> float:
-    """Return the sum, rounded to nearest, ties to even."""
+    """Return the exact sum, rounded once to nearest, ties to even."""
     total = 0
     for term in terms:
         if not math.isfinite(term):
@@ -188,7 +188,7 @@ def exact_sum(terms: Sequence[float], kind: Kind) -> float:
     if total == 0:
         return -0.0 if all(math.copysign(1, x) < 0 for x in terms) else 0.0
     bias = (1 << (kind.exponent_bits - 1)) - 1
-    least = _UNIT + 1 - bias - kind.fraction_bits  # log2 of the smallest number, in units
+    least = _UNIT + 1 - bias - kind.fraction_bits  # log2 of the smallest subnormal / 2^-_UNIT
     quantum = max(abs(total).bit_length() - 1 - kind.fraction_bits, least, 0)
     count, rest = divmod(abs(total), 1 << quantum)
     count += 2 * rest > 1 << quantum or (2 * rest == 1 << quantum and count % 2)
@@ -244,7 +244,7 @@ def expected(parts: Sequence[Tensor], op: str, algorithm: str, order: str = "any
     return folded(parts, op, "ring" if algorithm == "ring" else "rank")
 
 
-# Random values lie between 2^-reach and 2^reach, so that sums lose bits, other bits in every order.
+# Random values have exponents from -reach to reach: each order of addition rounds differently.
 _REACH = {torch.float64: 30, torch.float32: 14, torch.float16: 12, torch.bfloat16: 20}
 
 
@@ -253,10 +253,10 @@ def positional(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
 
 
 def random(numel: int, dtype: torch.dtype, seed: int, *, specials: bool = True) -> Tensor:
-    """Random values of magnitudes so different that the order of additions shows.
+    """Return values of so different magnitudes that the order of addition changes bits.
 
-    With ``specials`` about a tenth are infinities, NaN, zeros of both signs, subnormals, and the
-    largest and smallest numbers of the dtype. Integers fill their whole range.
+    With ``specials``, about a tenth of the values are infinities, NaN, zeros of both signs,
+    subnormals, and the largest and smallest numbers of the dtype. Integers fill their whole range.
     """
     generator = torch.Generator().manual_seed(7919 * seed + 13)
     if not dtype.is_floating_point:

@@ -19,13 +19,13 @@ from rank_processes import RankGroup
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 
-# What other programs on this machine may take of what follows, at worst; seldom.
+# The longest delay that other programs on this machine may cause.
 BUSY_S = 1.0
-# Survivors hear of a death within this, and of a deadline not later than this after it.
+# Survivors raise within PROMPT_S after a death, and within LATE_S after a timeout expires.
 PROMPT_S = 1.0 + BUSY_S
 LATE_S = 0.5 + BUSY_S
-LARGE = 200_000  # elements: two waits per piece, several pieces
-SMALL = 100  # one wait
+LARGE = 200_000  # elements: several pieces, and a rank waits twice per piece
+SMALL = 100  # elements: a rank waits once
 
 
 def least_growth(free: Sequence[int]) -> int:
@@ -98,7 +98,7 @@ def error_of(call: Callable[[], object]) -> tuple[str, list[str], str, float]:
 
 
 def stop_in(state, phase: str, seconds: float = 50.0) -> None:
-    """Wait in this phase of the next call."""
+    """Delay this rank in ``phase`` of its next call."""
     state.comm._group.delay(phase, seconds)
 
 

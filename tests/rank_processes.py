@@ -79,7 +79,7 @@ def store() -> Any:
 
 
 def begin() -> int:
-    """Make the default group of this process or thread; return its rank."""
+    """Make the default torch.distributed group of this process or thread; return the rank."""
     from torch import distributed
 
     distributed.init_process_group()
@@ -138,7 +138,7 @@ class RankProcess:
     def result(self, within_s: float) -> Any:
         if not self._channel.poll(within_s):
             failed = Failed(f"no answer in time: {_stack_of(self.pid)}")
-            self.send(signal.SIGKILL)  # or the next caller gets this late result
+            self.send(signal.SIGKILL)  # otherwise the next caller gets this late result
             return failed
         try:
             outcome = self.outcome()
@@ -299,7 +299,7 @@ class RankGroup:
 
 @contextlib.contextmanager
 def rank_groups(**options: Any) -> Iterator[Callable[[int], RankGroup]]:
-    """Yield ``get(k)``: it returns a joined group of k ranks, a new group after a failure."""
+    """Yield ``get(k)``, which returns a joined group of k ranks and replaces a failed group."""
     made: dict[int, RankGroup] = {}
 
     def get(world_size: int) -> RankGroup:

@@ -48,6 +48,6 @@ def as_rank(
     rank: int, world_size: int, store: Any, machines: str, options: dict[str, Any]
 ) -> list[str]:
     os.environ["PYRINGAR_NODE_ID"] = machines[rank]
-    torch.set_num_threads(1 + rank % 2)  # must not change bits
+    torch.set_num_threads(1 + rank % 2)  # the number of threads must not change bits
     config = TrainConfig(**{**RECIPE, **options}, ranks=world_size)
     return train(ProcessTrainGroup(config, store, rank, world_size), config)

@@ -29,14 +29,14 @@ def reduce(comm, beside_torch=False, **options):
 
 
 def run(code: str, **environment: str) -> None:
-    """Run code in a new process, because OpenMP reads its variables once."""
+    """Run code in a new process, because OpenMP reads its environment variables once."""
     done = run_fresh(PRELUDE + code, timeout_s=300, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start_helpers", [False, True])
-def test_threads_move_to_allowed_cores(start_helpers):
+def test_engine_threads_follow_cpu_affinity(start_helpers):
     run(
         f"""
 torch.set_num_threads(1)
@@ -59,7 +59,7 @@ assert any(os.sched_getaffinity(t) != {{{CORES[1]}}} for t in threads() - before
 
 
 @pytest.mark.slow
-def test_openmp_binding_keeps_helper_threads():
+def test_helper_threads_start_despite_openmp_binding():
     run(
         """
 torch.set_num_threads(2)

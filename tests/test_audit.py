@@ -1,4 +1,4 @@
-"""The audit finds every planted order, rounding and fault, and no others."""
+"""The audit finds each planted order of addition, rounding and fault, and no others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def random_tree(k: int, seed: int) -> Tree:
 
 
 def ring(data: list[Tensor], shift: int = 1, step: int = 1, piece: int = 0) -> Tensor:
-    """Chunk c adds ranks c + shift, c + shift + step, ...; ``piece``: elements of a chunk."""
+    """Add chunk c in the order of ranks c + shift, c + shift + step, ...; ``piece``: its length."""
     k, numel = len(data), len(data[0])
     size = piece or -(-numel // k)
     parts = []
@@ -80,10 +80,10 @@ def order_in(report: AuditReport) -> tuple[str, str]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("k", mostly_slow([2, 3, 4, 7, 12], 3, 7))
-def test_random_trees_are_recovered(k, dtype):
+def test_audit_recovers_random_addition_trees(k, dtype):
     for seed in range(4):
         tree = random_tree(k, seed)
-        # Sums of float16 in float64 are exact.
+        # Sums of float16 in float64 would be exact in every order.
         for partial in (dtype, torch.float32 if dtype == torch.float16 else torch.float64):
             total = functools.partial(added, tree, partial=partial)
             found = find_order(lists(total, k), k, 9, dtype)
@@ -102,12 +102,12 @@ def test_random_trees_are_recovered(k, dtype):
         pytest.param(exact_sum, EXACT, "no partial sum is rounded", marks=pytest.mark.slow),
     ],
 )
-def test_known_orders_are_named(total, name, detail):
+def test_audit_names_known_addition_orders(total, name, detail):
     verdict, found = order(total)
     assert (verdict, found.partition(" (also")[0].partition(";")[0]) == (name, detail)
 
 
-def test_orders_per_rank_are_reported():
+def test_audit_reports_different_orders_per_rank():
     def allreduce(data):
         k, given = len(data), [x.clone() for x in data]
         for rank, tensor in enumerate(data):
@@ -150,7 +150,7 @@ def by_value(data):
 
 
 def rounded_halfway(data):
-    """Add two partial sums, each computed in float32 and rounded."""
+    """Sum ranks 0 to 2, and the other ranks, in float32; round both sums, then add them."""
     dtype = data[0].dtype
     return in_rank_order(data[:3], torch.float32) + in_rank_order(data[3:], torch.float32).to(dtype)
 
@@ -176,7 +176,7 @@ def partial(total, dtype):
 ALTERNATING = itertools.cycle([in_rank_order, reverse])
 F32, F64 = torch.float32, torch.float64
 HALVING = "recursive halving"
-# Each row: a float32 sum, the name of its order for few elements (1 or 8), and for 300 elements.
+# Each row: a float32 sum, and the names of its order for few (1 or 8) and for 300 elements.
 PLANTED = {
     "halving": (lambda d: added((((0, 1), 3), (2, 4)), d), HALVING, HALVING),
     "ring": (ring, "rank, up from 1", "ring"),
@@ -203,14 +203,14 @@ PLANTED_16 = {
 
 
 @pytest.mark.parametrize(("total", "short", "long"), PLANTED.values(), ids=PLANTED)
-def test_planted_sum_is_named(total, short, long):
-    few = 8 if short == long else 1  # 1 element takes 1000 calls
+def test_audit_names_planted_addition_order(total, short, long):
+    few = 8 if short == long else 1  # the audit of 1 element takes 1000 calls
     found = [order_of(lists(total), 5, numel)[1].verdict for numel in (few, 300)]
     assert found == [short, long]
 
 
 @pytest.mark.parametrize(("total", "brain", "half"), PLANTED_16.values(), ids=PLANTED_16)
-def test_planted_partial_sum_dtype_is_found(total, brain, half):
+def test_audit_finds_partial_sum_dtype(total, brain, half):
     for numel in (1 if total is ring else 8, 300):
         found = [
             order_of(lists(total), 5, numel, dtype)[1].case["partial_sums"]
@@ -219,7 +219,7 @@ def test_planted_partial_sum_dtype_is_found(total, brain, half):
         assert found == [brain, half]
 
 
-def test_wrong_sums_are_reported():
+def test_audit_reports_wrong_sums():
     report = audited(lambda d: added(fold(range(4)), d))  # rank 4 is missing
     assert report["is right"].verdict == "no"
     assert report["is right"].detail.startswith("float32, element 0 of 8: 0x41200000 (10)")
@@ -287,7 +287,7 @@ def spoiled(spoil: Callable[..., object]) -> AuditReport:
     return audit(SpoiledTarget(spoil), SIZES)
 
 
-def test_faultless_target_has_no_faults():
+def test_correct_target_passes_audit():
     report = spoiled(lambda results, **_: None)
     assert faults(report) == set()
     verdicts = {f.verdict for s in report.sections for f in s.findings}
@@ -295,7 +295,7 @@ def test_faultless_target_has_no_faults():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_wrong_element_is_named(dtype):
+def test_audit_names_wrong_element(dtype):
     def spoil(results, **_):
         if len(results[0]) == 300 and len(results) == 4 and str(results[0].dtype).endswith(dtype):
             bits = bits_of(results[2])
@@ -311,7 +311,7 @@ def test_wrong_element_is_named(dtype):
     assert str(report).startswith("planted, 4 ranks\n\nthe sum\n")
 
 
-def test_nondeterministic_sum_is_found():
+def test_audit_finds_nondeterministic_sum():
     def spoil(results, given, **_):
         fill(results, in_random_order(given))
 
@@ -334,7 +334,7 @@ def backwards(results, given, **_):
         (lambda numel, way, is_cut: is_cut and way == "in place", {"in several calls", "async"}),
     ],
 )
-def test_order_depending_on_call_is_found(when, seen):
+def test_audit_finds_call_dependent_order(when, seen):
     def spoil(results, given, way, is_cut):
         if when(len(given[0]), way, is_cut):
             backwards(results, given)
@@ -347,7 +347,7 @@ def test_order_depending_on_call_is_found(when, seen):
         )
 
 
-def test_each_order_has_a_row():
+def test_report_lists_each_addition_order():
     def spoil(results, given, **_):
         if len(given[0]) >= 123 or len(given) == 3:
             backwards(results, given)
@@ -382,7 +382,7 @@ def is_subnormal(x: Tensor) -> Tensor:
         (lambda x: is_subnormal(x) & (x.dtype == torch.bfloat16), 0.0, {"subnormals stay"}),
     ],
 )
-def test_lost_special_values_are_found(condition, value, seen):
+def test_audit_finds_lost_special_values(condition, value, seen):
     assert faults(spoiled(where(condition, value))) == seen
 
 
@@ -412,7 +412,7 @@ def test_failing_function_stops_audit():
     assert "not asked" in str(report)
 
 
-def test_order_depending_on_alignment_is_found():
+def test_audit_finds_alignment_dependent_order():
     def allreduce(data):
         is_aligned = data[0].data_ptr() % 64 == 0
         fill(data, (in_rank_order if is_aligned else reverse)(data))

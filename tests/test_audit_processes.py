@@ -24,7 +24,7 @@ SUM = [torch.ones(3), torch.full((3,), 2.0)]
 
 @pytest.mark.slow
 def test_gloo_order_is_ring():
-    """Two ranks have one order; three and four ranks add around the ring."""
+    """Two ranks have only one order of addition; three and four ranks add around the ring."""
     with LibraryTarget("gloo", 4) as gloo:
         assert gloo.name == f"gloo torch {torch.__version__}"
         for k in (2, 3, 4):
@@ -90,7 +90,7 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_killed_auditor_ends_ranks():
+def test_ranks_exit_after_auditor_dies():
     with programs(KILLED, []) as (auditor,):
         ranks = [int(word) for word in auditor.stdout.readline().split()]
         os.kill(auditor.pid, signal.SIGKILL)
@@ -129,7 +129,7 @@ def solution(tmp_path):
     return path
 
 
-def test_command_prints_table_or_json(solution, capfd):
+def test_audit_command_prints_table_or_json(solution, capfd):
     words = ["audit", f"{solution}:allreduce", "--ranks", "3", "--sizes", "8,30"]
     assert main(words) == 0
     printed = capfd.readouterr().out
@@ -150,7 +150,7 @@ def test_command_prints_table_or_json(solution, capfd):
         (["no_such_module:f"], "nothing was audited: there is no module 'no_such_module'"),
     ],
 )
-def test_wrong_arguments_raise(words, message, capfd):
+def test_wrong_audit_arguments_print_one_line(words, message, capfd):
     assert main(["audit", *words]) == 2
     error = capfd.readouterr().err
     assert error.startswith(f"pyringar audit: {message}")

@@ -55,7 +55,7 @@ CALLS: dict[str, Callable[[Tensors, Tensors], tuple[object, ...]]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_replaced_data_stays_alive(call):
+def test_pending_call_keeps_replaced_memory(call):
     with pr.Communicator(["cpu"] * 2) as comm:
         comm._group.delay_rank(1, 20.0)
         before = [torch.ones(8), torch.ones(8)]
@@ -98,7 +98,7 @@ def replace_on_rank_0(state, coalesced: bool) -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 @pytest.mark.parametrize("coalesced", [False, True])
-def test_replaced_data_of_rank_stays_alive(new_rank_group, coalesced):
+def test_pending_process_call_keeps_replaced_memory(new_rank_group, coalesced):
     group = new_rank_group(2)
     group.join()
     assert group.run(replace_on_rank_0, coalesced=coalesced) == [0.0, 0.0]
@@ -161,7 +161,7 @@ def test_interrupted_call_keeps_memory(where):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_work_may_finish_during_launch(make_comm):
+def test_finalizer_may_wait_for_work(make_comm):
     comm = make_comm(2)
     works: list[Work] = []
 
@@ -185,7 +185,7 @@ def test_work_may_finish_during_launch(make_comm):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks in processes need Linux")
 @pytest.mark.parametrize("collects", [False, True], ids=["closure", "garbage cycle"])
-def test_engine_thread_drops_last_reference(collects):
+def test_engine_thread_can_free_communicator(collects):
     comm = pr.ProcessCommunicator(dist.HashStore(), 0, 1, name=f"last {collects}", timeout=5)
     held: list[object] = [comm]
     if collects:

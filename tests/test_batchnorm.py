@@ -71,7 +71,7 @@ SPLITS = [(2, 7, None), (3, 9, (0, 5, 1)), (4, 2, None)]
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str
 )
-def test_any_split_matches_plain_module(make, num_ranks, n, weights, dtype, tolerance):
+def test_any_batch_split_matches_plain_module(make, num_ranks, n, weights, dtype, tolerance):
     torch.manual_seed(0)
     plain = make().to(dtype)
     for name, param in plain.named_parameters():
@@ -107,7 +107,7 @@ def current_settings():
         if Y.requires_grad:
             Y.sum().backward()
     return (
-        None if X.grad is None else X.grad.tolist(),  # hooks on saved tensors change it
+        None if X.grad is None else X.grad.tolist(),  # hooks on saved tensors change the gradient
         (torch.full((1,), 1e-30) * 1e-10).item(),  # 0.0 if denormals are flushed
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -134,13 +134,13 @@ def flushed_denormals():
         nullcontext,
     ],
 )
-def test_rank_threads_inherit_settings(setting):
+def test_rank_threads_inherit_torch_settings(setting):
     with setting():
         wanted = dict.fromkeys((0, 2), current_settings())
         assert run_in_lockstep(dict.fromkeys((0, 2), current_settings), CPUS) == wanted
 
 
-def test_dropout_repeats_with_seed():
+def test_same_seed_repeats_dropout():
     net = synced(nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.BatchNorm1d(6), nn.Dropout()), 3)
     X, found = torch.rand(12, 6), []  # noqa: N806
     for _ in range(5):
@@ -190,7 +190,7 @@ def test_different_batchnorms_per_rank_raise():
     assert net(torch.ones(4, 2)).shape == (4, 2)
 
 
-def test_meet_outside_lockstep_raises():
+def test_meet_outside_run_in_lockstep_raises():
     with pytest.raises(pr.RingarError, match="checkpoint"):
         meet("here", 0, lambda offers: offers)
 
@@ -227,7 +227,7 @@ def test_unsupported_modules_raise():
 
 
 @pytest.mark.parametrize("run", [run_in_lockstep, run_ranks])
-def test_lowest_failed_rank_raises(run):
+def test_lowest_rank_error_is_raised(run):
     def fail(rank):
         raise ValueError(rank)
 
@@ -236,7 +236,7 @@ def test_lowest_failed_rank_raises(run):
 
 
 def test_each_gpu_has_one_thread():
-    """Meta devices stand in for GPUs."""
+    """Meta devices replace GPUs: ranks on the same device share a thread."""
     devices = [torch.device("meta", rank % 2) for rank in range(4)]
     seen = run_ranks(dict.fromkeys(range(4), threading.current_thread), devices)
     assert seen[0] == seen[2] != seen[1] == seen[3]
@@ -244,7 +244,7 @@ def test_each_gpu_has_one_thread():
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_interrupt_waits_for_ranks(num_devices):
+def test_interrupt_waits_for_rank_functions(num_devices):
     def work(rank):
         inside.append(rank)
         if len(inside) == 2:

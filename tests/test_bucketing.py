@@ -44,7 +44,7 @@ def replicas_of(net: nn.Module, world_size: int = K) -> list[nn.Module]:
     st.integers(1, 60),
     st.integers(1, 120),
 )
-def test_plan_respects_caps_and_dtypes(items, random, first_cap, cap):
+def test_bucket_plan_respects_caps_and_dtypes(items, random, first_cap, cap):
     order = list(range(len(items)))
     random.shuffle(order)
     plan = load.engine().plan_buckets(items, order, first_cap, cap)
@@ -76,7 +76,7 @@ def test_buckets_hold_one_dtype():
     ("net", "world_size"),
     [("plain", 1), ("plain", 2), ("plain", 4), ("plain", 5), *((net, K) for net in NETS)],
 )
-def test_bits_do_not_depend_on_buckets(net, world_size, cap, overlap):
+def test_bucket_cap_does_not_change_bits(net, world_size, cap, overlap):
     nets = [NETS[net]() for _ in range(world_size)]
     xs = inputs(world_size)
     options = {"bucket_cap_mb": cap, "overlap": overlap}
@@ -87,7 +87,7 @@ def test_bits_do_not_depend_on_buckets(net, world_size, cap, overlap):
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.14 has grad_dtype")
 @pytest.mark.parametrize("unused", [None, 0, 1])
-def test_grad_dtype_is_kept(unused):
+def test_reduction_keeps_grad_dtype(unused):
     params = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
     for param in params:
         param.grad_dtype = torch.float32
@@ -169,7 +169,7 @@ def test_replaced_parameters_raise(how):
 
 
 @pytest.mark.parametrize("compiler", ["identity", pytest.param("eager", marks=pytest.mark.slow)])
-def test_compiled_autograd_reduces_in_wait(compiler):
+def test_wait_reduces_compiled_autograd_gradients(compiler):
     import torch._dynamo.compiled_autograd as compiled_autograd
 
     def run(gm):

@@ -183,7 +183,7 @@ class Interrupt:
 
     def __init__(self, n: int) -> None:
         self.left = n
-        # Keep the function: Python 3.11 crashes if a finalizer frees it while a frame is made.
+        # Keep a reference: Python 3.11 crashes if a finalizer frees the function during a call.
         self.trace = lambda frame, *_: self.count if PACKAGE in frame.f_code.co_filename else None
 
     def __enter__(self) -> None:
@@ -206,7 +206,7 @@ class Interrupt:
         ("wait", {}, None, 70),
         ("wait", EARLY, None, 70),
         ("backward", EARLY, None, 30),
-        ("backward", EARLY, 1, 30),  # interrupts the wait for launched buckets
+        ("backward", EARLY, 1, 30),  # the signal interrupts the wait for launched buckets
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -291,7 +291,7 @@ def test_signal_handler_may_wait_or_close(monkeypatch, method):
 
 
 def test_bucketer_survives_deletion_in_hook(monkeypatch):
-    """The garbage collector may run at any line of Python, also inside a hook."""
+    """The garbage collector may delete the bucketer at any line, also inside a hook."""
     nets = [[torch.ones(4, requires_grad=True) for _ in range(2)] for _ in range(2)]
     held = [pr.GradientBucketer(nets, **EARLY)]
     losses = [(a * b).sum() for a, b in nets]

@@ -69,7 +69,7 @@ def steps_as_rank(rank, world_size, store, name, options):
 
 @pytest.mark.parametrize("world_size", mostly_slow([2, 3], 2))
 @pytest.mark.parametrize("name", NETS)
-def test_processes_match_one_process_bits(rank_group_of, name, world_size):
+def test_process_ranks_match_local_bits(rank_group_of, name, world_size):
     late, mean = {**EACH, "overlap": False}, {"bucket_cap_mb": 2e-3, "op": "mean"}
     for options in ({}, EACH, late, mean):
         nets = [NETS[name]() for _ in range(world_size)]
@@ -99,7 +99,7 @@ def plan_and_times(rank, world_size, store):
 def test_buckets_launch_in_order_of_rank_0(rank_group_of):
     answers = rank_group_of(2).check(plan_and_times)
     assert answers[0][0] == answers[1][0]
-    # Rank 0 runs c, a, b. Its backward reaches b (parameters 2 and 3) first, then a, then c.
+    # Rank 0 runs layers c, a, b. Its backward reaches b (parameters 2, 3) first, then a, then c.
     assert [bucket[0] // 2 for bucket in answers[0][0]] == [1, 1, 0, 0, 2, 2]
     for _, stats, launched in answers:
         times = [bucket.launched_s for bucket in stats.buckets]
@@ -177,7 +177,7 @@ def test_wrong_arguments_raise():
             pr.GradientBucketer([net, net], comm=comm)
         with pytest.raises(pr.UnsupportedError, match="op is 'max'"):
             pr.GradientBucketer([net], comm=comm, op="max")
-        with torch.device("meta"):  # the default device does not matter
+        with torch.device("meta"):  # buckets must not depend on the default device
             pr.GradientBucketer([net], comm=comm).close()
         comm.barrier()  # comm is still usable
 
@@ -214,7 +214,7 @@ def fail_as_rank(rank, world_size, store, how):
             fail_step(net, bucketer, xs[1], how)
         else:
             if how == "signal":
-                time.sleep(1)  # so that rank 1 waits for this rank when its signal arrives
+                time.sleep(1)  # so that rank 1 waits for this rank when rank 1's signal arrives
             error = error_of(lambda: step_of(net, bucketer, xs[1]))
         seconds = time.monotonic() - began
         assert_closed(bucketer, [net], "")

@@ -25,7 +25,7 @@ class Linears(nn.Module):
 
 def batch(seed: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * seed + rank)
-    return torch.randint(-3, 4, (2, 3), generator=generator) * 12.0  # multiples of 1 to 4
+    return torch.randint(-3, 4, (2, 3), generator=generator) * 12.0  # divisible by 1 to 4
 
 
 class PlainRanks:
@@ -38,11 +38,11 @@ class PlainRanks:
     def backward(self, seed: int, used_by: dict[int, str]) -> None:
         for rank, used in used_by.items():
             if used:
-                # Gradients are linear in the batch, and its quotients are exact.
+                # Gradients are linear in the batch, and the division of its integers is exact.
                 self.nets[0](batch(seed, rank) / self.divisor, used).backward()
 
     def wait(self) -> None:
-        """The plain module already holds the sum."""
+        """Do nothing: backward() of the plain module adds the gradients of all ranks."""
 
     def grads(self) -> list[Tensor | None]:
         return grads_of(self.nets[0])
@@ -116,7 +116,7 @@ def play_as_rank(rank, world_size, store, op, options):
 @pytest.mark.parametrize("options", [{}, EARLY, {"overlap": True}], ids=["late", "each", "one"])
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize(("name", "k"), [(n, 1 + i % 4) for i, n in enumerate(PROGRAMS)])
-def test_lists_match_plain_module(name, k, op, options):
+def test_local_ranks_match_plain_module(name, k, op, options):
     nets = [Linears() for _ in range(k)]
     with pr.GradientBucketer(nets, op=op, **options) as bucketer:
         got = list(PROGRAMS[name](BucketedRanks(k, range(k), bucketer, nets)))
@@ -127,13 +127,13 @@ def test_lists_match_plain_module(name, k, op, options):
     ("k", "op", "options"),
     [(2, "sum", EACH), (3, "mean", EACH), (2, "mean", LATE), (3, "sum", LATE)],
 )
-def test_processes_match_plain_module(rank_group_of, k, op, options):
+def test_process_ranks_match_plain_module(rank_group_of, k, op, options):
     for found in rank_group_of(k).check(play_as_rank, op, options):
         for name, got in found.items():
             assert_steps(got, list(PROGRAMS[name](PlainRanks(k, op))))
 
 
-def test_autograd_grad_leaves_sums():
+def test_autograd_grad_keeps_reduced_gradients():
     nets = [Linears() for _ in range(3)]
     with pr.GradientBucketer(nets) as bucketer:
         for net in nets:

@@ -1,4 +1,4 @@
-"""The chapter runs from top to bottom, and its outputs belong to its code.
+"""The chapter runs from top to bottom, and its stored outputs match its code.
 
 Cells of docs/chapter.ipynb assert the claims of the text. docs/run_chapter.py writes the outputs.
 """
@@ -24,8 +24,8 @@ CHAPTER = ROOT / "docs" / "chapter.ipynb"
 MAX_BYTES = 700_000
 MAX_PICTURE_BYTES = 60_000
 PICTURE = re.compile(r"figures\.(draw|images|splits|ring_steps)\(|LivePlot\(")
-MAX_CELL_LINES = 35  # fits a screen
-MAX_RUN_S = 600  # processor time; 220 s on a fast machine, 370 s on a slow one
+MAX_CELL_LINES = 35  # a cell fits a screen
+MAX_RUN_S = 600  # CPU time; 220 s on a fast machine, 370 s on a slow machine
 MAX_WAIT_S = 1500  # timeout on a busy machine
 SAME_EVERYWHERE = {"lenet", "params", "naive", "bug-verdict", "init", "ex3-sharded", "machines"}
 
@@ -46,7 +46,7 @@ def test_notebook_is_valid_and_small():
         assert 0 < len(cell.source.splitlines()) <= MAX_CELL_LINES, cell.id
 
 
-def test_outputs_match_code():
+def test_stored_outputs_match_code():
     stale = [
         cell.id
         for cell, fingerprint in run_chapter.fingerprints(NOTEBOOK)
@@ -86,7 +86,7 @@ def notebook(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(MAX_WAIT_S)
-def test_chapter_runs(notebook):
+def test_chapter_notebook_runs(notebook):
     pytest.importorskip("nbclient")
     load.engine()  # compile before the measurement
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -91,7 +91,7 @@ def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
     too_long = [line for line in lines if len(line) > 80]
     assert [
         line for line in too_long if not re.search(r"[ (]/", line)
-    ] == []  # except lines with paths
+    ] == []  # lines with paths may be longer
     assert main([*argv.split(), "--json"]) == 0
     assert isinstance(json.loads(capsys.readouterr().out), dict)
 
@@ -125,7 +125,7 @@ def test_wrong_arguments_print_one_line(argv, message, capsys):
 
 
 @pytest.mark.parametrize(("count", "hint"), [(0, ""), (1, "; did you mean 'cuda'?")])
-def test_gpu_hint_needs_a_gpu(count, hint, capsys, monkeypatch):
+def test_device_hint_needs_a_gpu(count, hint, capsys, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -168,7 +168,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("columns", [80, 100])
-def test_log_erases_progress_and_wraps(columns, monkeypatch):
+def test_log_line_replaces_progress_and_wraps(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     logger = logging.Logger("a test")
@@ -183,7 +183,7 @@ def test_log_erases_progress_and_wraps(columns, monkeypatch):
     assert max(map(len, logged.splitlines())) <= columns
 
 
-def test_slow_block_shows_elapsed_seconds(monkeypatch):
+def test_status_line_shows_elapsed_seconds(monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     status = status_line.StatusLine()
     with status.elapsed("compiling"):
@@ -209,7 +209,7 @@ def test_closed_pipe_ends_quietly():
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_full_disk_is_one_line():
+def test_full_disk_prints_one_line():
     with open("/dev/full", "w") as full:
         done = run("--help", stdout=full)
     assert done.stderr == "pyringar: standard output: No space left on device\n"
@@ -226,7 +226,7 @@ def test_full_disk_is_one_line():
         (BrokenPipeError(), 141, ""),
     ],
 )
-def test_errors_are_one_line(error, status, line, capsys, monkeypatch):
+def test_errors_print_one_line(error, status, line, capsys, monkeypatch):
     def fail(*_):
         raise error
 

@@ -1,4 +1,4 @@
-"""`pr.launch` on threads: collectives, order of ranks, groups, the process afterwards."""
+"""`pr.launch` on threads: collectives, order of ranks, groups, process state after a run."""
 
 import gc
 import itertools
@@ -70,7 +70,7 @@ REFUSED: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_call_keeps_run_alive(name):
+def test_refused_call_keeps_ranks_running(name):
     def program() -> int:
         dist.init_process_group()
         with pytest.raises((pr.UnsupportedError, pr.ArgumentError)):
@@ -94,7 +94,7 @@ def order_of_ranks(seed: int) -> list[int]:
     return order
 
 
-def test_seed_determines_order():
+def test_seed_determines_rank_order():
     orders = [order_of_ranks(seed) for seed in range(12)]
     assert orders == [order_of_ranks(seed) for seed in range(12)]
     assert len(set(map(tuple, orders))) == 12
@@ -146,7 +146,7 @@ def process() -> tuple[Any, ...]:
     )
 
 
-def test_process_state_is_restored():
+def test_launch_restores_process_state():
     import pyringar.distributed  # noqa: F401
 
     own = torch.get_num_threads()
@@ -160,7 +160,7 @@ def test_process_state_is_restored():
     torch.set_num_threads(own)
 
 
-def test_second_cluster_raises():
+def test_nested_launch_raises():
     def program() -> None:
         with pytest.raises(pr.RingarError, match="one at a time"):
             pr.launch(print, 2)
@@ -168,15 +168,15 @@ def test_second_cluster_raises():
     pr.launch(program, 2)
 
 
-def test_untried_torch_raises(monkeypatch):
+def test_untested_torch_version_raises(monkeypatch):
     for version in ("2.10.1", "2.16.0a0+git", "3.0"):
         monkeypatch.setattr(torch, "__version__", version)
         with pytest.raises(pr.UnsupportedError, match=r"expected 2\.11 to 2\.15"):
             pr.launch(print)
 
 
-def test_torch_group_state_is_known():
-    """All ranks would share an unknown property."""
+def test_torch_world_properties_are_known():
+    """All ranks would share a property of `_World` that `_empty_world` does not contain."""
     world = vars(dist.distributed_c10d._World)
     properties = {name for name, value in world.items() if isinstance(value, property)}
     assert properties - {"pg_config_info"} <= set(internals._empty_world())
@@ -186,13 +186,13 @@ async def coroutine():
     pass
 
 
-def test_coroutine_raises():
-    """test_wrong_arguments.py and test_cluster_run.py have the other wrong arguments."""
+def test_launch_of_coroutine_raises():
+    """test_wrong_arguments.py and test_cluster_run.py test other wrong arguments."""
     with pytest.raises(pr.ArgumentError, match="fn is a coroutine or generator function"):
         pr.launch(coroutine, 2)
 
 
-def test_groups_can_be_remade():
+def test_process_group_can_be_recreated():
     def program() -> list[float]:
         rank, found = int(os.environ["RANK"]), []
         for _ in range(2):
@@ -210,7 +210,7 @@ def test_groups_can_be_remade():
 
 
 @pytest.mark.parametrize(("number", "size"), [(0, 2), (1, 8), (5, 2)])
-def test_other_rank_or_size_raises(number, size):
+def test_wrong_rank_or_world_size_raises(number, size):
     def program() -> None:
         if os.environ["RANK"] == "1":
             dist.init_process_group(init_method="tcp://localhost:5", rank=number, world_size=size)
@@ -244,8 +244,8 @@ def test_callback_can_wait_for_future():
         assert pr.launch(program, 2, seed=seed, timeout=5) == [4.0] * 2
 
 
-def test_call_waits_for_gpus(monkeypatch):
-    """A collective synchronizes its GPUs before and after. The GPUs are fake."""
+def test_collective_synchronizes_gpus(monkeypatch):
+    """A collective synchronizes its GPUs before and after the sum. The GPUs are fake."""
     seen: list[tuple[torch.device, list[float]]] = []
     tensors = [torch.full((1,), float(rank)) for rank in range(2)]
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -256,7 +256,7 @@ def test_call_waits_for_gpus(monkeypatch):
     def program() -> None:
         dist.all_reduce(tensors[begin()])
 
-    pr.launch(begin, 2)  # imports modules that use devices_of
+    pr.launch(begin, 2)  # import modules that use devices_of before the patch
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(rank_calls, "devices_of", lambda tensors: [gpus[int(t)] for t in tensors])
     pr.launch(program, 2)
@@ -308,7 +308,7 @@ def test_store_can_be_polled(name):
         assert pr.launch(program, 3, seed=seed, timeout=2) == [b"yes"] * 3
 
 
-def test_group_raises_after_run():
+def test_process_group_raises_after_launch():
     def program() -> Any:
         dist.init_process_group()
         return dist.group.WORLD
@@ -318,7 +318,7 @@ def test_group_raises_after_run():
         groups[0].allreduce([torch.ones(1)])
 
 
-def test_run_frees_objects():
+def test_launch_frees_models_and_groups():
     made = []
 
     def program() -> None:

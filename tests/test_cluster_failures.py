@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch._dynamo  # takes a second, which would count in tests
+import torch._dynamo  # takes a second, which time limits of tests would include
 import torch.distributed as dist
 from case_marks import mostly_slow
 from rank_processes import begin
@@ -105,7 +105,7 @@ def unequal_steps() -> None:
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
 @pytest.mark.parametrize("program", MISTAKES, ids=lambda program: program.__name__)
-def test_mistake_raises_with_table(program, processes):
+def test_mistake_error_has_rank_table(program, processes):
     kind, words, rows = MISTAKES[program]
     num_threads, is_timed = threading.active_count(), processes or program is endless_loop
     for seed in [0] if is_timed else range(5):
@@ -117,7 +117,7 @@ def test_mistake_raises_with_table(program, processes):
         assert re.search(words, message.split("\n\n")[0]), message
         for row in rows:
             assert re.search(rf"^{row}", message, re.M), f"{row} is not in\n{message}"
-        if not processes or kind is pr.CollectiveTimeout:  # else the cause has the tracebacks
+        if not processes or kind is pr.CollectiveTimeout:  # else __cause__ has the tracebacks
             assert f", in {program.__name__}\n" in message, "the stacks"
         assert processes or f"seed={seed} repeats this run" in message
         assert time.monotonic() - began_s < 10, "found before the timeout"
@@ -125,7 +125,7 @@ def test_mistake_raises_with_table(program, processes):
     assert pr.launch(lambda: 1, K) == [1] * K
 
 
-def test_thread_error_names_differing_ranks():
+def test_mismatch_error_names_differing_ranks():
     told = "ranks 0, 2, 3: all_reduce (op sum) of 4 float32; rank 1: broadcast (root 0) of 4"
     with pytest.raises(pr.ArgumentError, match=re.escape(f"call 1 of the world: {told}")):
         pr.launch(missing_collective, K)
@@ -133,7 +133,7 @@ def test_thread_error_names_differing_ranks():
         pr.launch(unequal_steps, K)
 
 
-def test_message_of_another_size_raises():
+def test_recv_of_wrong_size_raises():
     def program() -> None:
         dist.send(torch.ones(4), 1) if begin() == 0 else dist.recv(torch.ones(5), 0)
 
@@ -167,7 +167,7 @@ def test_exception_reaches_all_ranks():
         assert len(text) < 3000
 
 
-def test_timed_wait_takes_no_time():
+def test_wait_timeout_raises_without_delay():
     def program() -> bool:
         rank = begin()
         if rank == 0:
@@ -245,7 +245,7 @@ def test_callback_exception_is_runtime_error():
     running = "Got the following error when running the callback: "
     first = f"RuntimeError: {running}ZeroDivisionError: division by zero"
     second = f"RuntimeError: {running}{first}"
-    for seed in range(4):  # the future of the last rank is complete at once
+    for seed in range(4):  # the rank that calls last gets a completed future
         assert pr.launch(program, 3, seed=seed) == [[first, second]] * 3
 
 
@@ -288,12 +288,12 @@ def spin() -> None:
         pass
 
 
-def test_limit_without_waiting_rank_is_explained():
+def test_endless_loop_error_explains_limit():
     with pytest.raises(pr.CollectiveTimeout, match=r"for 1 s .*10 times timeout=0.1: no other"):
         pr.launch(spin, 2, timeout=0.1)
 
 
-def test_debugger_prompt_does_not_count():
+def test_debugger_prompt_does_not_time_out():
     def prompt() -> None:
         time.sleep(0.6)
 
@@ -313,7 +313,7 @@ HAND_OVER = ("rank_threads.py", "state.py")
 
 
 @pytest.mark.parametrize("first", mostly_slow(range(10), 0, 5))
-def test_exception_in_wait_loses_no_rank(first):
+def test_exception_in_wait_hangs_no_rank(first):
     """Raise MemoryError at every tenth line event of a wait, once per launch."""
     num_threads = threading.active_count()
 
@@ -326,7 +326,7 @@ def test_exception_in_wait_loses_no_rank(first):
             if "/cluster/" not in frame.f_code.co_filename or name not in HAND_OVER:
                 return None
             line = frame, frame.f_lineno
-            # Once per line: at the second event of a `with` line the lock would stay taken.
+            # Once per line: an error at the second event of a `with` line leaves the lock locked.
             if event == "line" and events[0] >= 0 and line not in seen:
                 seen.add(line)
                 events[0] += 1
@@ -365,7 +365,7 @@ class AlarmError(Exception):
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(10), 0))
-def test_handler_exception_ends_all_threads(seed):
+def test_signal_handler_exception_ends_rank_threads(seed):
     def program() -> None:
         begin()
         dist.barrier()
@@ -405,7 +405,7 @@ def test_raising_handlers_stay_installed(monkeypatch):
 
     def put(number: int, new: Any) -> Any:
         if new is handler and not called:
-            handler(0, None)  # a signal that arrives while handlers are restored
+            handler(0, None)  # simulates a signal while handlers are restored
         return own(number, new)
 
     own = signal.signal
@@ -424,7 +424,7 @@ def test_raising_handlers_stay_installed(monkeypatch):
 
 
 @pytest.mark.slow
-def test_endless_rank_stays_in_background(caplog):
+def test_endless_rank_runs_in_background(caplog):
     target, may_end, ended = types.SimpleNamespace(value=1), threading.Event(), []
 
     def program() -> None:
@@ -451,7 +451,7 @@ def test_endless_rank_stays_in_background(caplog):
 
 
 def test_interrupt_waits_for_thread_start():
-    """Up to Python 3.11 a starting thread has the ident of its starter for a moment."""
+    """Up to Python 3.11, a new thread briefly has the ident of the thread that starts it."""
 
     def program() -> None:
         with contextlib.suppress(KeyboardInterrupt):
@@ -476,7 +476,7 @@ def test_interrupt_waits_for_thread_start():
 
 
 @pytest.mark.parametrize("kind", ["handler", "condition"])
-def test_interrupt_leaves_no_lock_taken(kind):
+def test_interrupted_rank_releases_locks(kind):
     handler, condition = logging.StreamHandler(io.StringIO()), threading.Condition()
     logger = logging.Logger("ranks")
     logger.addHandler(handler)

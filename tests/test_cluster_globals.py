@@ -1,4 +1,4 @@
-"""Globals of torch that ranks on threads share or not; new torch versions may add some."""
+"""Globals of torch that ranks on threads share, or that each rank has separately."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ import pyringar as pr
 from pyringar.cluster import state
 
 
-def test_module_hooks_belong_to_rank():
+def test_global_module_hooks_are_per_rank():
     def program() -> list[int]:
         rank, calls = begin(), []
         net = torch.nn.Linear(2, 2)
@@ -51,7 +51,7 @@ def test_overlapping_dual_levels_raise():
         pass
 
 
-# Globals of torch that ranks may share, or that no rank holds while it waits, by reason.
+# Patterns of torch globals that need no copy per rank, by reason.
 NOT_PER_RANK = {
     "compilers": "_custom_class* _jit_internal.* _ops._mode* distributed.device_mesh.* library.*"
     " nn.attention._f*",
@@ -72,7 +72,7 @@ NOT_PER_RANK = {
 
 
 def test_torch_globals_are_known():
-    """A new ``global`` statement may be state that each rank needs for itself."""
+    """A new ``global`` statement in torch may name state that ranks must not share."""
     root, statement = Path(torch.__file__).parent, r"^ +global (\w+(?:, *\w+)*) *(?:#.*)?$"
     parts = "autograd backends cpu distributed multiprocessing nn optim profiler sparse utils"
     files = [f for part in parts.split() for f in (root / part).rglob("*.py")] + [
@@ -90,7 +90,7 @@ def test_torch_globals_are_known():
     assert [n for n in sorted(found) if not any(fnmatchcase(n, p) for p in patterns)] == []
 
 
-def test_recursion_error_precedes_call():
+def test_recursion_error_starts_no_collective():
     def program(depth: int) -> bool:
         def down(levels: int) -> None:
             down(levels - 1) if levels else dist.barrier()

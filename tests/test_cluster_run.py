@@ -73,7 +73,7 @@ def test_torchrun_program_runs(program, capsys):
     assert (list(sys.argv), list(sys.path), sys.modules["__main__"]) == before
 
 
-def test_script_finds_its_own_folder(tmp_path, monkeypatch, capsys):
+def test_script_has_absolute_file_path(tmp_path, monkeypatch, capsys):
     script = "import os\nos.chdir('/')\nprint(open(__file__).read()[:9])\n"
     (tmp_path / "script.py").write_text(script)
     monkeypatch.chdir(tmp_path)
@@ -81,7 +81,7 @@ def test_script_finds_its_own_folder(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "import os\n" * 2
 
 
-def test_module_runs(program, capsys):
+def test_run_accepts_module_name(program, capsys):
     assert main(["run", "--ranks", "2", "-m", "train"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert main(["run", "--ranks", "2", "-m", "package"]) == 0
@@ -119,7 +119,7 @@ def test_mismatch_prints_rank_error(program, capsys):
         (["--processes", "--seed", "3", "train.py"], "--seed is 3, expected 0"),
     ],
 )
-def test_wrong_options_are_named(program, capsys, arguments, text):
+def test_error_names_wrong_run_option(program, capsys, arguments, text):
     assert main(["run", *arguments]) == 2
     assert text in capsys.readouterr().err
 
@@ -220,7 +220,7 @@ def test_marked_tests_run_on_ranks(tmp_path):
     torch.__version__.split(".")[:2] < ["2", "14"],
     reason="torch's tests profile on every rank, which older ones can do once in a process",
 )
-def test_torch_suite_passes():
+def test_torch_distributed_suite_passes():
     pytest.importorskip("expecttest", reason="torch's tests need expecttest")
     script = Path(__file__).with_name("torch_suite_threads.py")
     done = subprocess.run(
@@ -233,7 +233,7 @@ def test_torch_suite_passes():
 
 
 @pytest.mark.ranks(3, processes=True)
-def test_mark_runs_test_in_processes(tmp_path):
+def test_ranks_mark_starts_processes(tmp_path):
     assert multiprocessing.current_process().pid != os.getppid()
     mine = torch.full((2,), float(dist.get_rank()))
     dist.all_reduce(mine)
@@ -242,11 +242,11 @@ def test_mark_runs_test_in_processes(tmp_path):
 
 
 @pytest.mark.ranks(2, processes=True)
-def test_mark_skips_in_processes():
+def test_ranks_mark_skips_in_processes():
     pytest.skip("a rank may skip")
 
 
 @pytest.mark.ranks(2, processes=True)
 @pytest.mark.xfail(strict=True, reason="its assertion is wrong on both ranks")
-def test_mark_fails_in_processes():
+def test_ranks_mark_fails_in_processes():
     assert dist.get_rank() == 5

@@ -1,4 +1,4 @@
-"""Process-wide state under `pr.launch` on threads: one copy per rank, or refused."""
+"""Process-wide state under `pr.launch` on threads: each rank has a copy, or launch raises."""
 
 import contextlib
 import importlib
@@ -56,7 +56,7 @@ def draw(pause: bool) -> tuple[Any, ...]:
     return (*found, torch.ones(1).dtype, torch.is_grad_enabled())
 
 
-def test_random_numbers_belong_to_rank():
+def test_random_generators_are_per_rank():
     torch.manual_seed(99)
     np.random.seed(99)
     before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
@@ -76,7 +76,7 @@ def anomaly(rank: int) -> Any:
     return torch.autograd.set_detect_anomaly(rank == 1)
 
 
-# Settings of which each rank has its own: how to set and how to read them.
+# Settings with a value per rank: a function that sets and a function that reads the setting.
 SETTINGS: dict[str, tuple[Callable[[int], object], Callable[[], Any]]] = {
     "environment": (
         lambda rank: os.environ.update(PYRINGAR_TEST=str(rank)),
@@ -92,7 +92,7 @@ SETTINGS: dict[str, tuple[Callable[[int], object], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_belong_to_rank(name):
+def test_torch_settings_are_per_rank(name):
     change, read = SETTINGS[name]
 
     def program() -> tuple[Any, Any]:
@@ -114,7 +114,7 @@ def test_settings_belong_to_rank(name):
     assert os.getenv("PYRINGAR_TEST") is None
 
 
-# Contexts of torch: how to enter them, and a function whose result differs inside.
+# Context managers of torch, and for each a function whose result differs inside.
 CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "parametrize.cached": (parametrize.cached, lambda: parametrize._cache_enabled),
     "early stop": (
@@ -152,7 +152,7 @@ CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_contexts_belong_to_rank(name):
+def test_torch_contexts_are_per_rank(name):
     enter, is_inside = CONTEXTS[name]
 
     def program() -> list[Any]:
@@ -174,7 +174,7 @@ def test_contexts_belong_to_rank(name):
         assert is_inside() == before
 
 
-def test_tangents_end_with_level():
+def test_tangents_end_with_dual_level():
     def program() -> tuple[list[float], bool]:
         rank, found = begin(), []
         kept = torch.zeros(2)
@@ -288,7 +288,7 @@ def test_foreign_thread_call_raises():
         pr.launch(program, 2)
 
 
-def test_meshes_of_ranks_differ():
+def test_device_meshes_of_ranks_differ():
     def program() -> Any:
         begin()
         return init_device_mesh("cpu", (2,))
@@ -298,7 +298,7 @@ def test_meshes_of_ranks_differ():
     assert hash(first) != hash(second)
 
 
-def test_shared_module_raises():
+def test_module_shared_by_ranks_raises():
     net = nn.Linear(2, 2)
 
     def program() -> None:
@@ -312,7 +312,7 @@ def test_shared_module_raises():
         pr.launch(program, 1)
 
 
-def test_operator_of_two_ranks_raises():
+def test_operator_defined_twice_raises():
     def program() -> None:
         begin()
 
@@ -367,7 +367,7 @@ def own_hook() -> None:
 def test_process_communicators_raise(begin, ranks):
     with pytest.raises(pr.UnsupportedError, match=r"ddp_hook: .*processes=True"):
         pr.launch(begin, ranks)
-    with pytest.raises(pr.ArgumentError, match="RANK, WORLD_SIZE"):  # no store is left
+    with pytest.raises(pr.ArgumentError, match="RANK, WORLD_SIZE"):  # launch left no store
         pr.ProcessCommunicator()
 
 
@@ -394,7 +394,7 @@ def test_libraries_with_rank_state_raise(path, tmp_path, monkeypatch):
 
     refused()
     pr.launch(program, 1)
-    program() if not name else refused()  # a module without function is refused on import only
+    program() if not name else refused()  # without a function, only the import is refused
     program()
     for added in set(sys.modules) - known:
         if added.partition(".")[0] == module.partition(".")[0]:
@@ -409,7 +409,7 @@ def test_libraries_with_rank_state_raise(path, tmp_path, monkeypatch):
         lambda: mock.patch.dict(vars(time), time=lambda: 5.0),
     ],
 )
-def test_second_patch_of_target_raises(patch):
+def test_concurrent_mock_patches_raise(patch):
     own = time.time
 
     def program() -> None:
@@ -432,7 +432,7 @@ def test_second_patch_of_target_raises(patch):
     assert mock._patch._active_patches == []
 
 
-def test_sequential_patches_work():
+def test_sequential_mock_patches_work():
     class Mine:
         value = 0
 
@@ -525,7 +525,7 @@ def test_store_behaves_like_torch(begin, tmp_path):
     assert pr.launch(use_store, 1, args=(str(tmp_path / "ranks"), begin)) == [expected]
 
 
-def test_queue_passes_values():
+def test_store_queue_passes_values():
     def program() -> list[bytes]:
         rank = int(os.environ["RANK"])
         store = dist.TCPStore("127.0.0.1", 29991, 3, rank == 0)

@@ -49,7 +49,7 @@ LATE_CALLS = {
 
 @pytest.mark.parametrize("call", LATE_CALLS)
 @pytest.mark.parametrize("late", mostly_slow([0, 1, 2], 1))
-def test_late_rank_is_named(call, late):
+def test_timeout_names_late_rank(call, late):
     with pr.Communicator(["cpu"] * 3, timeout=0.3) as comm:
         comm.all_reduce(ranks(3), algorithm="ring")
         comm._group.delay_rank(late, 1.0)
@@ -115,7 +115,7 @@ def test_close_keeps_tensors_of_running_gpu():
 
 
 def call_until_closed(comm: pr.Communicator, seed: int) -> int:
-    """Return the number of calls before the communicator was closed."""
+    """Run random collectives until the communicator is closed; return their number."""
     choice, k, bound = random.Random(seed), comm.world_size, ranks(comm.world_size)
     prepared = comm.bind(bound)
     calls = [
@@ -163,7 +163,7 @@ def test_closed_communicator_leaves_no_thread():
 
     for end in ("close", "garbage", "close"):
         comm = pr.Communicator(["cpu"] * 4)
-        comm.all_reduce(ranks(4, 500_000), async_op=True).wait()  # too large to run in this thread
+        comm.all_reduce(ranks(4, 500_000), async_op=True).wait()  # too large for the calling thread
         comm.all_reduce(ranks(4), algorithm="ring")
         assert new_threads()
         if end == "close":

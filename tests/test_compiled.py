@@ -18,7 +18,7 @@ import pyringar as pr
 from pyringar.comm import operators
 
 K = 3
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]  # compiles C++
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]  # inductor compiles C++
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ class Seen:
         self.sizes.append(tensors[0].numel())
 
 
-@pytest.mark.slow  # compiles C++, as inductor does; only it changes the order
+@pytest.mark.slow  # inductor compiles C++; no other backend changes the order of calls
 @pytest.mark.parametrize("how", ["in place", "new tensors", "both", "backward"])
 def test_graph_keeps_call_order(monkeypatch, how):
     """Inductor could reorder calls to save memory, but ranks match calls by order."""
@@ -145,7 +145,7 @@ TRACED_ERRORS = [
     (lambda c, x: pr.ops.all_reduce(c, [x, x[:2], x]), r"tensors\[1\] has shape \(2,\)"),
 ]
 UNTRACED_ERRORS = [
-    lambda c, x: c.all_reduce(x),  # rows of a tensor are not ranks
+    lambda c, x: c.all_reduce(x),  # one tensor instead of one per rank
     lambda c, x: c.all_reduce_coalesced([[x], [x + 1, x + 2], [x + 3]]),
     lambda c, x: c.all_reduce([x, x + 1, x + 2], "plus"),
     lambda c, x: pr.allreduce(x),
@@ -176,7 +176,7 @@ def test_closed_communicator_raises_in_graph():
         with pytest.raises(pr.RingarError, match="closed"):
             call(tensors)
     assert all(map(torch.equal, tensors, ranks(2)))
-    torch._dynamo.reset()  # its guards hold the communicator
+    torch._dynamo.reset()  # Dynamo's guards hold the communicator
     del comm, compiled, call
     gc.collect()
     with pytest.raises(pr.RingarError, match=r"communicator \d+ \(host: .*\) is not there"):
@@ -205,7 +205,7 @@ def test_compiled_in_place_errors_match_eager(comm, what, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_copies_and_leaves_are_written(comm, backend):
+def test_compiled_calls_write_clones_and_leaves(comm, backend):
     def copied(x):
         comm.all_reduce([x, x.clone(), x.clone()])
         comm.all_reduce([x[:2], x[2:], x.new_ones(2)])
@@ -218,7 +218,7 @@ def test_copies_and_leaves_are_written(comm, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_unused_results_are_computed(comm, backend):
+def test_calls_with_unused_results_run(comm, backend):
     def function(x):
         pr.ops.all_reduce(comm, [x, x + 1, x + 2])
         comm.all_reduce([x.clone(), x + 1, x + 2])
@@ -229,7 +229,7 @@ def test_unused_results_are_computed(comm, backend):
 
 
 @pytest.mark.parametrize("algorithm", [None, "ring", "naive"])
-def test_results_are_new_tensors(comm, algorithm):
+def test_functional_results_are_new_tensors(comm, algorithm):
     lists, kept, wanted = ([[t, t[:2] + 1] for t in ranks()] for _ in range(3))
     comm.all_reduce_coalesced(wanted, "max", algorithm=algorithm)
     found = pr.ops.all_reduce_coalesced(comm, lists, "max", algorithm=algorithm)
@@ -261,22 +261,22 @@ def test_gradients_match_torch(comm, op, backend):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_second_gradients_match_numeric(comm):
+def test_second_derivatives_match_numeric(comm):
     inputs = [t.double().requires_grad_() for t in ranks(shape=(2,))]
     assert torch.autograd.gradcheck(lambda *t: pr.ops.all_reduce(comm, t, "mean"), inputs)
     assert torch.autograd.gradgradcheck(lambda *t: pr.ops.all_reduce(comm, t)[1] ** 3, inputs)
 
 
 @pytest.mark.parametrize("op", ["max", "min", "prod"])
-def test_gradient_of_other_reductions_raises(comm, op):
+def test_gradient_of_max_min_prod_raises(comm, op):
     tensors = [t.requires_grad_() for t in ranks()]
     found = pr.ops.all_reduce(comm, tensors, op)
     with pytest.raises(pr.UnsupportedError, match=f"op is '{op}'"):
         found[0].sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch.func.jvp's own
-def test_forward_mode_raises(comm):
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch.func.jvp warns
+def test_forward_mode_ad_raises(comm):
     x, y, z = ranks()
     with pytest.raises(pr.UnsupportedError, match="forward mode"):
         torch.func.jvp(lambda x: pr.ops.all_reduce(comm, [x, y, z])[0], (x,), (y,))
@@ -305,7 +305,7 @@ def test_wrong_argument_is_named(comm, call, words):
         ("all_reduce_", lambda t: t[:, ::2], False),
     ],
 )
-def test_opcheck(comm, operator, layout, requires_grad):
+def test_operators_pass_opcheck(comm, operator, layout, requires_grad):
     tensors = [layout(t.requires_grad_(requires_grad)) for t in ranks(shape=(4, 6))]
     for num_lists in (0, K):
         arguments = (tensors, num_lists, "mean", None, "rank", comm._handle)
@@ -352,7 +352,7 @@ torch.export.load({str(file)!r}).module()(torch.ones(5), torch.ones(5))
 
 
 @on_ranks(2)
-def test_compiled_process_ranks(state):
+def test_compiled_calls_work_in_processes(state):
     def function(x, y):
         state.comm.all_reduce(x)
         state.comm.all_reduce_coalesced([x, y], "max")

@@ -72,7 +72,7 @@ INCLUDED = ("", "cuda", "cuda_model", "cuda_host", "cuda_processes")
 
 
 class Mistake(NamedTuple):
-    part: str  # of the program "kernels", or the program "host" or "processes"
+    part: str  # a test of the program "kernels", or the program "host" or "processes"
     file: str
     line: str
     changed: str = ""
@@ -80,7 +80,7 @@ class Mistake(NamedTuple):
 
 GROUP, WATCH = "cuda_process/cuda_process_group.cpp", "cuda_process/device_watch.cpp"
 SLOTS = "cuda_process/process_staging"
-# Runs in every slow run. MISTAKES run before a release.
+# Slow tests plant ALWAYS. Thorough tests, run before a release, plant MISTAKES.
 ALWAYS = Mistake("host", "cuda/device_group.cpp", "[&] { meeting.meet(streams); }", "[] {}")
 # One mistake per rule of the model and per check of the kernel tests.
 MISTAKES = [
@@ -116,7 +116,7 @@ MISTAKES = [
     Mistake("processes", GROUP, "    raise_unreported();\n"),
     Mistake("processes", GROUP, "(is_idle && all_peers_have_closed(*host_))", "(true)"),
 ]
-HANGS_AFTER_S = 150  # four times the duration without a mistake
+HANGS_AFTER_S = 150  # four times the run time without a mistake
 
 
 def thorough(*values):
@@ -124,7 +124,7 @@ def thorough(*values):
 
 
 class Builder:
-    """Compiles each source once per variant, and again if it includes a mistake's file."""
+    """Compiles each source once per variant, and again if a mistake changes an included file."""
 
     def __init__(self, new_folder) -> None:
         self.new_folder = new_folder
@@ -215,10 +215,10 @@ def fails(variant: Variant, program: Path, *options: object) -> bool:
 @pytest.mark.parametrize(
     "mistake", [ALWAYS, *map(thorough, MISTAKES)], ids=lambda mistake: mistake.file
 )
-def test_planted_mistake_is_noticed(builder, mistake):
+def test_planted_cuda_mistake_fails_tests(builder, mistake):
     if mistake.part in PROGRAMS:
         program = builder.build(mistake.part, ON_MODEL, mistake)
-        noticed = any(  # one seed finds a missing lock in half the cases
+        noticed = any(  # a single seed finds only half of the missing locks
             fails(ON_MODEL, program, "--seed", seed, "--rounds", 24) for seed in range(1, 13)
         )
     else:
@@ -249,7 +249,7 @@ PTX_MISTAKES = [
 
 
 def has_right_order(ptx: str) -> bool:
-    """Check fences, flags and cached loads of all ring kernels."""
+    """Return whether all ring kernels have the expected fences, flags and cached loads."""
     kernels = re.split(r"^\.visible \.entry ", ptx, flags=re.MULTILINE)
     rings = [kernel for kernel in kernels if "ring_kernel" in kernel.partition("(")[0]]
     for kernel in rings:
@@ -264,7 +264,7 @@ def has_right_order(ptx: str) -> bool:
 
 
 @needs_nvcc
-def test_ptx_orders_memory(tmp_path):
+def test_ring_kernel_ptx_orders_memory(tmp_path):
     toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
     nvcc = [*toolkit.nvcc.command, *engine_compile.NVCC_FLAGS, "-arch=compute_90", "-ptx"]
     made = tmp_path / "kernels.ptx"

@@ -1,7 +1,7 @@
 """Ranks in processes with tensors on GPUs: bits, streams, errors and killed ranks.
 
 All tests but the first carry the marker `cuda`. Functions named ``on_rank_...`` run in the ranks
-(see ranks.py). `tests/test_cuda_emulated.py` tests the C++ code without a GPU.
+(see rank_processes.py). `tests/test_cuda_emulated.py` tests the C++ code without a GPU.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def assert_all_fail(group, ranks, error, *words, within_s=60.0):
 
 @gpu
 @pytest.mark.parametrize("is_large", [False, True])
-def test_killed_rank_is_lost(new_gpu_rank_group, is_large):
+def test_killed_gpu_rank_raises_peer_lost(new_gpu_rank_group, is_large):
     numel = 3 * limit_bytes("process_slot") if is_large else 1000
     group = new_gpu_rank_group(3, timeout=30.0)
     assert group.run(on_rank_reduce, numel=numel) == [True] * 3

@@ -27,7 +27,7 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    """Make the default folder empty, and downloads fail."""
+    """Use an empty default folder, and let each download fail."""
 
     def fail(root):
         raise RingarError("no network")
@@ -39,7 +39,7 @@ def offline(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("layout", ["FashionMNIST/raw", "raw", "."])
-def test_all_layouts_are_read(tmp_path, suffix, layout):
+def test_all_file_layouts_are_read(tmp_path, suffix, layout):
     write_idx_set(tmp_path / layout, 7, 3, suffix)
     images = load_data("auto", tmp_path)
     assert str(images) == "images in Fashion-MNIST's format, 7 training and 3 test images"
@@ -52,7 +52,7 @@ def test_all_layouts_are_read(tmp_path, suffix, layout):
     assert images.test_labels.tolist() == [0, 1, 2]
 
 
-def test_home_folder_needs_no_torchvision(tmp_path, monkeypatch):
+def test_local_images_need_no_torchvision(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.setenv("HOME", str(tmp_path))
     write_idx_set(tmp_path / "images", 2, 1)
@@ -155,7 +155,7 @@ def test_damaged_archive_raises(tmp_path):
     path = tmp_path / f"{IMAGES}.gz"
     whole = path.read_bytes()
     damaged = bytearray(whole)
-    damaged[-6] ^= 1  # a bit of the checksum
+    damaged[-6] ^= 1  # flips a bit of the checksum
     broken_code = whole[:10] + b"\xff" * (len(whole) - 10)
     for content in (b"", b"plain", whole[:-9], bytes(damaged), broken_code, whole + b"x"):
         path.write_bytes(content)
@@ -176,7 +176,7 @@ def test_batches_cover_all_images_once():
 
 
 class TestSynthetic:
-    def test_shapes_ranges_and_balance(self):
+    def test_synthetic_shapes_ranges_and_balance(self):
         images, labels = synthetic_images(207, seed=0)
         assert (images.shape, images.dtype) == ((207, 1, 28, 28), torch.float32)
         assert labels.bincount().tolist() == [21] * 7 + [20] * 3
@@ -186,7 +186,7 @@ class TestSynthetic:
         with pytest.raises(ArgumentError, match="n is 0"):
             synthetic_images(0, seed=0)
 
-    def test_seed_decides_images(self):
+    def test_seed_determines_synthetic_images(self):
         first, second, other = (synthetic_images(500, seed) for seed in (3, 3, 4))
         assert torch.equal(first[0], second[0])
         assert torch.equal(first[1], second[1])
@@ -230,7 +230,7 @@ def test_images_are_downloaded_once(tmp_path, monkeypatch, caplog, capsys):
     folder = tmp_path / "not" / "yet"
     assert load_data("auto", folder).train_labels.tolist() == list(range(7))
     assert "downloading Fashion-MNIST (30 MB)" in caplog.text
-    assert re.search(r"100(\.0)?%", capsys.readouterr().err)  # with and without tqdm
+    assert re.search(r"100(\.0)?%", capsys.readouterr().err)  # progress with or without tqdm
     assert {f"FashionMNIST/raw/{name}" for name in NAMES} <= set(tree(folder))
     assert not list(folder.glob(".download-*"))
     monkeypatch.setattr(data_module, "_download", None)
@@ -238,7 +238,7 @@ def test_images_are_downloaded_once(tmp_path, monkeypatch, caplog, capsys):
 
 
 @pytest.mark.parametrize("end", [b"", b"!"])
-def test_broken_download_leaves_nothing(tmp_path, mirror, end):
+def test_broken_download_leaves_no_file(tmp_path, mirror, end):
     archive = mirror / f"{NAMES[3]}.gz"
     content = archive.read_bytes()
     archive.write_bytes(content[:-1] + end)
@@ -250,7 +250,7 @@ def test_broken_download_leaves_nothing(tmp_path, mirror, end):
 
 
 @pytest.mark.usefixtures("mirror")
-def test_concurrent_download_is_used(tmp_path, monkeypatch):
+def test_download_by_another_process_is_used(tmp_path, monkeypatch):
     from torchvision.datasets import FashionMNIST
 
     real = FashionMNIST.__init__

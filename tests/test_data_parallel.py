@@ -43,7 +43,7 @@ from pyringar.parallel.shards import check_replicas_equal, shard_sizes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("order", "add"), [("rank", reduced), ("tree", tree_reduced)])
 @pytest.mark.parametrize(("make", "batch"), [(make_conv, images), (Tied, tokens)])
-def test_gradients_have_bits_of_order(make, batch, k, dtype, order, add, cap_mb):
+def test_gradient_bits_follow_order(make, batch, k, dtype, order, add, cap_mb):
     torch.manual_seed(0)
     module, (X, y) = make().to(dtype), batch(11)  # noqa: N806
     X = X.to(dtype) if X.is_floating_point() else X  # noqa: N806
@@ -61,7 +61,7 @@ def test_gradients_have_bits_of_order(make, batch, k, dtype, order, add, cap_mb)
         assert torch.equal(buffer, wanted)
 
 
-OPTIMIZERS = {  # LBFGS: pytorch#30439
+OPTIMIZERS = {  # LBFGS is the case of pytorch#30439
     "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, nesterov=True),
     "AdamW groups": lambda params: torch.optim.AdamW([{"params": [p]} for p in params], 0.01),
     "LBFGS": lambda params: torch.optim.LBFGS(params, 0.1, max_iter=3),
@@ -196,7 +196,7 @@ class Writes(nn.Module):
 
 @pytest.mark.parametrize("weights", [None, (0, 1, 1)])
 @pytest.mark.parametrize("how", [None, 1e-6, "compiled"])
-def test_first_rank_writes_are_kept(how, weights):
+def test_writes_of_first_rank_persist(how, weights):
     plain, cap_mb = Writes(), None if how == "compiled" else how
     net = pr.DataParallel(Writes(), ["cpu"] * 3, weights=weights, bucket_cap_mb=cap_mb)
     if how == "compiled":
@@ -208,7 +208,7 @@ def test_first_rank_writes_are_kept(how, weights):
 
 
 @pytest.mark.parametrize("batchnorm", ["local", "sync"])
-def test_copies_reuse_memory(batchnorm):
+def test_replicas_reuse_memory(batchnorm):
     module = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
     net = pr.DataParallel(module, ["cpu"] * 3, batchnorm=batchnorm)
     addresses = []
@@ -247,7 +247,7 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize("cap_mb", [None, 1e-6])
-def test_forward_may_use_transforms(cap_mb):
+def test_forward_may_use_func_transforms(cap_mb):
     plain = Nested().double()
     net = pr.DataParallel(copy.deepcopy(plain), ["cpu"] * 2, bucket_cap_mb=cap_mb)
     backward(net, rows(6))
@@ -288,7 +288,7 @@ class OddGradients(nn.Module):
         return (self.e.weight[i] if i[0] == 4 else 0) + self.a.expand(len(i), 3) * 1.5
 
 
-def test_odd_gradients_match_plain_module():
+def test_unusual_gradients_match_plain_module():
     torch.manual_seed(0)
     plain = OddGradients()
     net = pr.DataParallel(copy.deepcopy(plain), ["cpu"] * 3)
@@ -306,8 +306,8 @@ def test_odd_gradients_match_plain_module():
 
 @CAPS
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_pending_backward_keeps_its_values(is_frozen, cap_mb):
-    """Weights change through .data during a pending backward, as when evaluating an average."""
+def test_pending_backward_uses_saved_weights(is_frozen, cap_mb):
+    """Weights change through .data and back before a pending backward, as in weight averaging."""
     plain, net, _ = make_pair("conv", 3, bucket_cap_mb=cap_mb)
     for module in (plain, net):
         module.requires_grad_(not is_frozen)
@@ -341,7 +341,7 @@ def test_unused_parameter_hooks_do_not_run(cap_mb):
     assert_same(net, plain)
 
 
-def test_transforms_match_or_raise():
+def test_func_transforms_match_or_raise():
     plain, net, _ = make_pair("mlp", 2, bucket_cap_mb=1e-6)
     X = rows(4)[0]  # noqa: N806
     for call in (
@@ -407,7 +407,7 @@ def test_shards_have_weighted_sizes(n, weights, is_loss):
     assert seen == sizes
 
 
-def test_wrong_calls_raise():
+def test_unsupported_modules_and_inputs_raise():
     words = nn.Identity()
     words.forward = lambda x: "words"
     lazy, meta = nn.Sequential(nn.LazyLinear(2)), nn.Linear(2, 2, device="meta")
@@ -424,7 +424,7 @@ def test_wrong_calls_raise():
         pr.DataParallel(nn.Linear(2, 2), ["cpu"], device_ids=["cpu"])
 
 
-def test_one_rank_runs_the_module():
+def test_one_rank_gets_arguments_unchanged():
     module = nn.Identity()
     module.forward = lambda *args, **kwargs: (args, kwargs)
     data = [torch.ones(3), {"a": torch.ones(2)}, object()]
@@ -437,7 +437,7 @@ class AttributeDict(dict):
     __getattr__ = dict.__getitem__
 
 
-def test_hidden_batches_raise():
+def test_batch_in_unsupported_container_raises():
     module, x = nn.Identity(), torch.ones(4, 2)
     module.forward = lambda x, *others, **kwargs: x
     net = pr.DataParallel(module, ["cpu"] * 2)
@@ -473,13 +473,13 @@ def test_error_note_names_rank(rank):
     assert net(torch.full((6, 1), 9.0)).shape == (6, 1)
 
 
-def test_reductions_start_before_earlier_layers():
+def test_buckets_reduce_during_backward():
     events, net = [], nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     for n, layer in enumerate(net):
         layer.register_full_backward_pre_hook(lambda *_, n=n: events.append(n))
         layer.weight.register_hook(lambda _, n=n: events.append(f"reduced {n}"))
     backward(pr.DataParallel(net, ["cpu"] * 2, bucket_cap_mb=1e-6), rows(6, torch.float32, width=4))
-    # Backward of rank 1, which ran last, comes first. Rank 0 then completes each bucket.
+    # Rank 1's forward ran last, so its backward runs first. Rank 0 then completes each bucket.
     wanted = [3, 2, 1, 0, *(event for n in (3, 2, 1, 0) for event in (n, f"reduced {n}"))]
     assert events == wanted
 

@@ -30,7 +30,7 @@ STOPPED_S = 0.4
 RUNNING_S = 0.002
 LARGE = 1 << 25  # elements: 128 MiB
 SMALL = 1000
-# A busy machine may raise a timeout this much later.
+# On a busy machine, a timeout error may come this many seconds late.
 BUSY_S = 3.0
 
 
@@ -98,7 +98,7 @@ def stopped_repeatedly(rank: RankProcess) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("world_size", "how"), [(2, "exchange"), (2, "strided"), (3, "direct"), (1, "local ring")]
 )
-def test_long_call_is_not_late(joined_rank_group, world_size, how):
+def test_call_longer_than_timeout_succeeds(joined_rank_group, world_size, how):
     """Stop the last rank repeatedly, until a call takes longer than the timeout."""
     group = joined_rank_group(world_size, timeout=TIMEOUT_S)
     for numel in (LARGE, 2 * LARGE, 4 * LARGE):
@@ -130,7 +130,7 @@ def test_stopped_group_continues(joined_rank_group):
 @pytest.mark.slow
 def test_timeout_names_stopped_rank(joined_rank_group):
     group = joined_rank_group(3, timeout=TIMEOUT_S)
-    group.run(prepare, numel=LARGE, how="strided")  # rank 1 packs for several timeouts
+    group.run(prepare, numel=LARGE, how="strided")  # packing takes rank 1 several timeouts
     group[2].call(stop_in, phase="announce", seconds=LONG_S)
     with stopped_repeatedly(group[1]):
         began = time.monotonic()

@@ -68,7 +68,7 @@ def test_training_matches_reference(case, size, backend, debug):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_hook_works_beside_gloo(size):
+def test_ddp_hook_works_with_gloo(size):
     case = distributed_training.data_parallel_hook
     results = run_group(run_cases, size, [("hook", case)], backend="gloo")
     check(results, "hook")
@@ -87,13 +87,13 @@ def compiled(rank: int, size: int) -> Any:
 
 
 @pytest.mark.slow
-def test_compiled_programs_run():
+def test_compiled_distributed_calls_run():
     assert run_group(compiled, 2, timeout_s=60, limit_s=120) == [[[0, 1, 2], [1, 2, 3]]] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", distributed_works.CASES)
-def test_works_end_correctly(case, size):
+def test_work_objects_finish_correctly(case, size):
     check(verdicts("works", size), case)
 
 
@@ -125,7 +125,7 @@ def test_power_sgd_matches_gloo():
     check(run_group(run_cases, 2, [("hook", distributed_works.power_sgd)]), "hook")
 
 
-def test_killed_peer_fails_works():
+def test_killed_peer_fails_work_objects():
     survivor, dead = run_group(distributed_works.peer_killed, 2)
     assert dead == Died(-9)
     assert not isinstance(survivor, Failed), survivor
@@ -143,7 +143,7 @@ def lose_peer(rank: int, size: int) -> Any:
 
 
 def test_future_error_names_peer():
-    """tests/conformance/test_faults.py has the other ways to wait."""
+    """tests/conformance/test_faults.py tests the other ways to wait."""
     (_, bases, text, seconds), other = run_group(lose_peer, 2)
     assert "PeerLostError" in text
     assert "RuntimeError" in bases
@@ -194,7 +194,7 @@ print(dist.get_backend())
 
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_BACKEND_IN_PYTHON, reason="torch looks for entry points from 2.14 on")
-def test_installed_package_needs_no_import(tmp_path):
+def test_installed_backend_needs_no_import(tmp_path):
     folder = tmp_path / "pyringar-0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: pyringar\nVersion: 0\n")

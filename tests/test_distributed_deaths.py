@@ -43,7 +43,7 @@ def stderr_of(tmp_path, size, *words):
     program = tmp_path / "die.py"
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    load.engine()  # compiled here, if need be
+    load.engine()  # compile before torchrun starts the ranks
     done = subprocess.run(
         [*command, str(size), program, *words],
         capture_output=True,
@@ -59,7 +59,7 @@ CASES = [("backend", 2, "rank 1"), ("communicator", 2, "rank 1"), ("machines", 4
 
 
 @pytest.mark.parametrize(("kind", "size", "dead"), mostly_slow(CASES, *CASES[:2]))
-def test_line_names_dead_rank(kind, size, dead, tmp_path):
+def test_stderr_line_names_dead_rank(kind, size, dead, tmp_path):
     [line] = re.findall("^pyringar: .*", stderr_of(tmp_path, size, kind, "compute"), re.MULTILINE)
     assert re.match(rf"pyringar: {dead} \(process \d+ on .+\) has died", line), line
 
@@ -90,6 +90,6 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_sigterm_still_ends_processes():
-    """The handler belongs to a rank, and not to its forked children."""
+    """Only the rank has the SIGTERM handler, not its forked children."""
     done = run_fresh(CHILD, TORCHELASTIC_ERROR_FILE="errors.json")
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n"), done

@@ -40,11 +40,11 @@ def wait_repeatedly(rank: int, size: int) -> Any:
     if rank == 1:
         assert work._source_rank() == 0
     future = work.get_future().wait()
-    meet(rank, size, "asked")  # a rank that exits would fail the waits of the other rank
+    meet(rank, size, "asked")  # an early exit would fail the waits of the other rank
     return answers, work.result()[0].tolist(), future[0].tolist()
 
 
-def test_repeated_waits_end_message_once():
+def test_repeated_waits_receive_one_message():
     """A second wait of gloo would wait for another message."""
     expected = numbers(0).tolist()
     answers = [[True] * 3, True, True, True, None]
@@ -79,7 +79,7 @@ def wait_before_send(rank: int, size: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["timeout", "any", "signal"])
-def test_early_wait_keeps_message(how):
+def test_message_arrives_after_failed_wait(how):
     _, receiver = run_group(wait_before_send, 2, how)
     assert not isinstance(receiver, str), receiver
     first, is_completed, waited_s, got = receiver
@@ -89,7 +89,7 @@ def test_early_wait_keeps_message(how):
     assert got == numbers(0).tolist()
 
 
-def test_timeout_reaches_coalesced_works():
+def test_wait_timeout_reaches_gloo_work():
     class Recorded:
         timeouts: list[Any]
 
@@ -150,7 +150,7 @@ def disguised(rank: int, size: int, how: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
 @pytest.mark.parametrize("how", DISGUISES)
-def test_gloo_calls_keep_index_and_sign(how, dtype):
+def test_gloo_calls_accept_strided_negated_views(how, dtype):
     assert run_group(disguised, 2, how, dtype, timeout_s=10.0) == [None] * 2
 
 
@@ -171,7 +171,7 @@ def signs(rank: int, size: int) -> None:
     same((into, -bits[0] & -bits[1]))
 
 
-def test_signs_and_conjugation_are_kept():
+def test_conjugated_and_negated_views_are_reduced():
     assert run_group(signs, 2) == [None] * 2
 
 

@@ -1,4 +1,4 @@
-"""Ranks whose dtypes differ get an error that names both, for every collective and transport."""
+"""Ranks with different dtypes get an error that names both dtypes, on every transport."""
 
 import os
 
@@ -31,7 +31,7 @@ DISTRIBUTED = {
 
 
 def failures(rank, calls, pair, make):
-    """Return the calls whose error does not name both ranks and dtypes, and those errors."""
+    """Return (call, dtypes, error) for each error that does not name both ranks and dtypes."""
     found = []
     for name, call in calls.items():
         comm, text = make(name), "no error"
@@ -65,13 +65,13 @@ def as_rank(rank, size, store, kind, machines):
 @pytest.mark.parametrize(
     ("kind", "machines"), [("backend", "aa"), ("processes", "aa"), ("machines", "ab")]
 )
-def test_error_names_both_dtypes(kind, machines):
+def test_dtype_mismatch_error_names_dtypes(kind, machines):
     with RankGroup(2) as group:
         assert group.check(as_rank, kind, machines, timeout_s=100) == [[], []]
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
-def test_threads_name_both_dtypes(name):
+def test_dtype_mismatch_of_threads_raises(name):
     def program(pair):
         dist.init_process_group()
         DISTRIBUTED[name](None, torch.arange(4).to(getattr(torch, pair[dist.get_rank()])))

@@ -1,4 +1,4 @@
-"""Calls of torch.distributed end after a death, an abort or a timeout, with the rank's name."""
+"""Calls of torch.distributed raise after a death, abort or timeout, and name the rank."""
 
 import functools
 import itertools
@@ -35,7 +35,7 @@ def gone_before(rank: int, size: int) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + 20
     while error_of(dist.barrier)[0] == "none" and time.monotonic() < deadline:
-        pass  # until the process is dead
+        pass  # until rank 1 is dead
     x = torch.arange(4.0)
     return {name: error_of(functools.partial(call, x)) for name, call in DELEGATED.items()}
 
@@ -104,7 +104,7 @@ def test_late_rank_is_named_after_exit():
 
 def wrong_dtype(rank: int, size: int) -> Any:
     error = error_of(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int16).to_sparse()))
-    dist.barrier()  # a rank that exits earlier would be named
+    dist.barrier()  # otherwise the error may name a rank that has exited
     return error
 
 

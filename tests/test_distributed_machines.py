@@ -17,7 +17,7 @@ from process_checks import error_of
 from rank_processes import Died, run_cases, run_group
 from test_distributed import check, verdicts
 
-# Uneven and interleaved machines: the order of sums differs from one machine.
+# Uneven, interleaved machines: ranks are added in another order than on one machine.
 UNEVEN = "aba"
 OTHERS = [pytest.param(places, marks=pytest.mark.slow) for places in ("ab", "abb", "abba", "abc")]
 
@@ -35,7 +35,7 @@ def test_training_matches_reference(case, machines):
 
 
 @pytest.mark.parametrize("case", distributed_works.CASES)
-def test_works_end_correctly(case):
+def test_work_objects_finish_correctly(case):
     check(verdicts("works", 2, machines="ab"), case)
 
 
@@ -76,7 +76,7 @@ def subgroups(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("machines", ["aabb", pytest.param("abac", marks=pytest.mark.slow)])
-def test_groups_hold_any_ranks(machines):
+def test_subgroups_hold_any_ranks(machines):
     check(run_group(run_cases, 4, [("groups", subgroups)], machines=machines), "groups")
 
 
@@ -106,7 +106,7 @@ def test_lost_machine_is_named(how):
         assert seconds < 5, text
         assert "machine 1" in text, text
         assert "has ranks [2, 3]" in text, text
-        # The error names this rank, or the other rank of this machine if that failed first.
+        # The error names this rank, or the other rank of its machine if that rank failed first.
         other = rf"rank {1 - rank}(:| \(process| waited for)"
         assert re.search(rf"rank {rank} |{other}", text), text
         for name in ("gloo", "message"):

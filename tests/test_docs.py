@@ -84,11 +84,11 @@ def check_page(page: Path, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page_runs(page, tmp_path):
+def test_documentation_page_runs(page, tmp_path):
     check_page(page, tmp_path)
 
 
-# Paths from the root, or from csrc/ or tests/.
+# Matches paths relative to the root, csrc/ or tests/.
 _PATH = re.compile(
     r"(?<![\w./-])(?:csrc|pyringar|tests|benchmarks|docs|core|cpu|cuda|bucket|bindings|cpp|build)"
     r"/[\w./*-]*\w"
@@ -103,7 +103,7 @@ def missing_paths(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", _NAMING, ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_files_exist(page):
+def test_files_named_in_docs_exist(page):
     assert missing_paths(page) == set()
 
 
@@ -127,7 +127,7 @@ def run_example(name: str, folder: Path) -> str:
     return run([sys.executable, *program, *command[1:]], folder)
 
 
-def test_book_loop_learns(capsys):
+def test_book_loop_example_learns(capsys):
     runpy.run_path(str(ROOT / "examples/book_loop.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert shape(printed) == shape(SHOWN["book_loop.py"][1])
@@ -137,7 +137,7 @@ def test_book_loop_learns(capsys):
 
 
 @pytest.mark.slow
-def test_ddp_ranks_stay_equal(tmp_path):
+def test_ddp_example_ranks_stay_equal(tmp_path):
     printed = run_example("ddp.py", tmp_path)
     assert shape(printed) == shape(SHOWN["ddp.py"][1])
     first, second = re.findall(r"has parameters (\w+)", printed)
@@ -145,7 +145,7 @@ def test_ddp_ranks_stay_equal(tmp_path):
 
 
 @pytest.mark.slow
-def test_class_is_graded(tmp_path):
+def test_grade_class_example_writes_marks(tmp_path):
     printed = run_example("grade_class.py", tmp_path)
     assert shape(printed) == shape(SHOWN["grade_class.py"][1])
     with (tmp_path / "marks.csv").open(newline="", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Cleanup at exit and after fork."""
+"""Communicators and other owners of threads are closed at exit, and not in forked children."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
-    """Empty the registry of owners, and return a list for the events of a test."""
+    """Empty the registry of objects to close at exit; return a list that tests append to."""
     monkeypatch.setattr(exits, "_living", {})
     monkeypatch.setattr(exits, "_inherited", set())
     monkeypatch.setattr(exits, "_end_reading", lambda: None)
@@ -38,7 +38,7 @@ def events(monkeypatch) -> list[str]:
     return []
 
 
-def test_owners_close_newest_first(events):
+def test_newest_owner_closes_first(events):
     def close_b(_) -> None:
         events.append("b")
         raise ValueError("in the middle")
@@ -59,7 +59,7 @@ def test_forked_child_closes_no_owner(events):
     exits.close_at_exit(
         shared, lambda _: events.append("close shared"), in_child=lambda _: events.append("forget")
     )
-    exits._leave_to_parent()  # os.fork() calls it in the child
+    exits._leave_to_parent()  # os.fork() calls this function in the child
     assert exits.is_inherited(owner)
     assert not exits.is_inherited(shared)
     exits.close_all()
@@ -70,7 +70,7 @@ def test_forked_child_closes_no_owner(events):
     assert watch() is not None, "destroying a copy would wait for threads of the parent"
 
 
-# Uses each kind of group, connects gloo, then forks a child that ends, uses or destroys the groups.
+# Uses each kind of group and gloo, then forks a child that exits, or uses or destroys the groups.
 GROUPS = """
 import os, sys, time
 import torch
@@ -133,7 +133,7 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "size"), [("end", 2), ("end", 1), ("use", 2), ("destroy", 2)])
-def test_forked_child_ends(how, size, tmp_path):
+def test_forked_child_exits_cleanly(how, size, tmp_path):
     ranks = [(rank, size, tmp_path / "store", how) for rank in range(size)]
     for done in run_programs(GROUPS, *ranks, timeout_s=180):
         assert done.returncode == 0, done
@@ -248,7 +248,7 @@ step()
 
 
 @pytest.mark.slow
-def test_exit_after_failed_backward():
+def test_program_exits_after_failed_backward():
     [done] = run_programs(FAILED_PASS, [])
     assert "in backward" in done.stderr
     assert done.returncode == 1
@@ -256,7 +256,7 @@ def test_exit_after_failed_backward():
 
 # Each child is forked while a call waits in the background. A lock that an engine thread holds at
 # the fork stays locked in the child.
-LIMIT_S = 20  # most seconds that a child may run
+LIMIT_S = 20  # a child may run this many seconds
 HARMLESS = "harmless"
 FORK_ERRORS = ("made before fork()", "begun before fork()")
 
@@ -373,7 +373,7 @@ def on_rank_forks_for_every_call(state) -> dict[str, str]:
         time.sleep(0.5)
         return {}
     work = comm.all_reduce(torch.ones(LARGE), async_op=True)
-    time.sleep(0.1)  # by now its thread waits for rank 1
+    time.sleep(0.1)  # until the engine thread waits for rank 1
     return wrong_outcomes(calls | calls_of_work(work), HARMLESS_CALLS | {"abort", "set_timeout"})
 
 
@@ -434,6 +434,6 @@ def on_rank_forks_in_handler(state) -> str:
     return error
 
 
-def test_fork_in_signal_handler(joined_rank_group):
+def test_fork_in_handler_raises_in_child(joined_rank_group):
     error = joined_rank_group(2, timeout=60).run(on_rank_forks_in_handler)[0]
     assert "a signal handler has called fork() while" in error

@@ -59,14 +59,14 @@ def axes_of(picture):
 def test_picture_contains_all_parts(name, legend):
     picture = figures.draw(*PICTURES[name], legend=legend)
     picture._repr_png_()
-    drawn = picture.figure.get_tightbbox()  # in inches
+    drawn = picture.figure.get_tightbbox()  # bounding box in inches
     assert -0.01 <= drawn.x0 <= drawn.x1 <= picture.figure.get_figwidth() + 0.01
     assert -0.01 <= drawn.y0 <= drawn.y1 <= picture.figure.get_figheight() + 0.01
     for axes in picture.figure.axes:
         assert axes.yaxis.label.get_window_extent().height <= axes.get_window_extent().height
 
 
-def test_ticks_are_readable():
+def test_tick_labels_do_not_overlap():
     many = figures.Lines([i / 16 for i in range(17)], {"k = 1": range(1, 18)}, log="y")
     for axes in axes_of(figures.draw(many, lines(log="xy"))):
         x, y = axes.get_xticklabels(), axes.get_yticklabels()

@@ -55,7 +55,7 @@ HANG += "time.sleep(1000)"
     ],
     ids=["ok", "error", "crash", "hang"],
 )
-def test_process_end_sets_state(code, state, note):
+def test_process_end_sets_step_state(code, state, note):
     (step,) = run(python("a", code, limit_s=2.0))
     assert (step.state, step.note) == (state, note), step.output
     assert ("Fatal Python error: Aborted" in step.output) == (code == HANG)
@@ -114,7 +114,7 @@ FILES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
-def test_pytest_output_sets_state(tmp_path, monkeypatch, name):
+def test_pytest_output_sets_step_state(tmp_path, monkeypatch, name):
     source, state, counts = FILES[name]
     (tmp_path / "test_it.py").write_text(HEAD + source)
     monkeypatch.setattr(gpu_check, "TEST_S", 5)
@@ -151,7 +151,7 @@ NOT_RUN = Results("training_cuda", MACHINE, not_run=[{"what": "NCCL", "why": "Du
         (NOT_RUN, 0, "not run", "0 rows"),
     ],
 )
-def test_benchmark_rows_set_state(tmp_path, results, code, state, note):
+def test_benchmark_rows_set_step_state(tmp_path, results, code, state, note):
     (tmp_path / "rows").write_text(text_of(results))
     step = CheckStep("a", [], 1.0, gpu_check.judge_rows, file=tmp_path / "rows", code=code)
     gpu_check.judge(step)
@@ -175,7 +175,7 @@ TOOLS = [
 
 
 @pytest.mark.parametrize(("name", "printed", "code", "state", "note"), TOOLS)
-def test_tool_output_sets_state(name, printed, code, state, note):
+def test_tool_output_sets_step_state(name, printed, code, state, note):
     judge = gpu_check.judge_profile if name == "ncu_ring" else gpu_check.judge_sanitizer
     step = CheckStep(name, [], 1.0, judge, code=code, output=printed)
     gpu_check.judge(step)
@@ -186,7 +186,7 @@ def check(out, *stages, argv=()):
     return gpu_check.main(["--out", str(out), *argv], lambda folder, is_trial: list(stages))
 
 
-def test_command_reports_all_steps(tmp_path, capsys):
+def test_gpu_check_reports_all_steps(tmp_path, capsys):
     assert check(tmp_path / "new/good", [python("a", "pass")]) == 0
     assert capsys.readouterr().out.endswith("all steps passed\n")
     (tmp_path / "rows").write_text(text_of(GOOD))

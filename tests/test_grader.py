@@ -78,7 +78,7 @@ def ours(data):
 
 
 @pytest.mark.parametrize("fn", [repaired, stacked, chunked_ring, ours])
-def test_sane_solutions_pass(fn):
+def test_correct_solutions_pass(fn):
     report = graded(fn)
     assert report.passed, str(report)
     assert {p.verdict for p in report.properties} == {"pass", "reported"}
@@ -188,7 +188,7 @@ def swallows_nan_and_infinities(data):
     fill(data, total.nan_to_num() if total.is_floating_point() else total)
 
 
-# Function, its failing properties, and words from the detail of the last property in this list.
+# Each row: a function, its failing properties, and words from the detail of the last property.
 # "only": all other properties pass.
 MISTAKES: list[tuple[Allreduce, str, str]] = [
     (rebinding, "only list, in place", "rank 1's own tensor still holds its own values"),
@@ -216,7 +216,7 @@ MISTAKES: list[tuple[Allreduce, str, str]] = [
 @pytest.mark.parametrize(
     ("fn", "failing", "words"), MISTAKES, ids=[p[0].__name__ for p in MISTAKES]
 )
-def test_planted_mistakes_fail(fn, failing, words):
+def test_wrong_solutions_fail(fn, failing, words):
     report = graded(fn)
     names = failing.removeprefix("only ").split(", ")
     assert not report.passed
@@ -252,7 +252,7 @@ def test_repeated_hang_ends_grading():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 12])
-def test_ranks_follow_the_devices(world_size):
+def test_device_count_sets_world_size(world_size):
     seen = set()
 
     def watched(data):
@@ -441,7 +441,7 @@ def test_target_order_is_kept(folder, verdicts, capsys):
     assert found == ["class/cut/solution.py:g", "class/book.py:g", "class/anna.py:f"]
 
 
-def test_solution_cannot_change_the_next(folder, capsys):
+def test_solution_cannot_change_next_solution(folder, capsys):
     code = "import pathlib\npathlib.Path(__file__).with_name('book.py').write_text('1 / 0')\n"
     (folder / "anna.py").write_text(code + GOOD)
     assert main(["check", "class/anna.py", "class/book.py", "--devices", "cpu,cpu"]) == 1
@@ -495,7 +495,7 @@ def test_interrupted_grading_resumes(folder, verdicts, error, capsys):
     assert "'marks.csv.part' has the rows of a grading that did not end" in capsys.readouterr().err
     verdicts.update({"anna.py": AssertionError("graded twice"), "book.py": report("pass")})
     with Path("marks.csv.part").open("a") as part:
-        part.write("class/book.py,allreduce,10")  # the grader died here
+        part.write("class/book.py,allreduce,10")  # a row that a dying grader did not finish
     assert main(["check", "class", "--csv", "marks.csv", "--resume"]) == 1
     graded_files = [row["file"].removeprefix("class/") for row in rows("marks.csv")]
     assert graded_files == ["anna.py", "book.py", "cut/solution.py", "other_name.py"]
@@ -509,7 +509,7 @@ def test_interrupted_grading_resumes(folder, verdicts, error, capsys):
     assert [row["file"] for row in rows("marks.csv")][4:] == ["class/new.py"]
 
 
-def test_progress_names_time_left(folder, verdicts, capsys, monkeypatch):
+def test_grading_progress_shows_time_left(folder, verdicts, capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert main(["check", "class"]) == 1
     err = capsys.readouterr().err
@@ -518,7 +518,7 @@ def test_progress_names_time_left(folder, verdicts, capsys, monkeypatch):
     assert err.endswith("\r\x1b[K")
 
 
-def test_killed_parent_costs_one_mark(folder, capsys):
+def test_solution_killing_parent_fails_alone(folder, capsys):
     code = "import os, signal\ndef allreduce(data): os.kill(os.getppid(), signal.SIGKILL)\n"
     (folder / "anna.py").write_text(code)
     assert main(["check", "class", "--csv", "marks.csv", "--devices", "cpu,cpu"]) == 1
@@ -529,7 +529,7 @@ def test_killed_parent_costs_one_mark(folder, capsys):
 # -- unreadable files -----------------------------------------------------------------------------
 
 
-def test_unreadable_files_have_a_row(folder, capsys):
+def test_unreadable_files_have_csv_row(folder, capsys):
     for file in folder.glob("*.py"):
         if file.is_file():
             file.unlink()

@@ -41,7 +41,7 @@ def no_remainder(data):
 
 
 def no_remainder_and_copy(data):
-    """ravel() copies a strided tensor, and the copy is written."""
+    """Writes to a copy of a strided tensor, since ravel() copies."""
     flats = [tensor.ravel() for tensor in data]
     n = len(flats[0]) // len(data)
     for chunk in range(len(data)):
@@ -66,7 +66,7 @@ calls = itertools.count()
 
 
 def race(data):
-    """Threads add without a lock; an unlucky schedule in every third call loses rank 0's sum."""
+    """Simulates threads that add without a lock: every third call loses all but the last tensor."""
     total, is_unlucky = torch.zeros_like(data[0]), next(calls) % 3 == 0
 
     def add(tensor):
@@ -86,7 +86,7 @@ def hangs(data):
 
 COSTS_ON_PAGE = {f"`{name}`": cost for name, cost in COSTS.items()}
 COSTS_ON_PAGE["every other property"] = OTHER_COST
-# From the table of the page: the first words of a row, and its mark.
+# Each mark in the tables of the page, by the first cell of its row.
 MARKS = dict(re.findall(r"^\| (.+?) \| (\d+) \|", PAGE, re.MULTILINE))
 SOLUTIONS = {
     "right, by `torch.stack(data).sum(0)`": stacked,
@@ -113,13 +113,13 @@ USELESS = list(SOLUTIONS)[list(SOLUTIONS).index("rebinds: `data[i] = data[0].to(
 
 
 @pytest.mark.parametrize("name", SOLUTIONS)
-def test_mark_is_on_page(name):
+def test_marks_match_docs_page(name):
     timeout_s = 1 if name == "never returns" else 60
     report = check_allreduce(SOLUTIONS[name], timeout_s=timeout_s)
     assert report.points == int(MARKS[name]), str(report)
 
 
-def test_table_is_complete_and_ordered():
+def test_marks_table_is_complete_and_ordered():
     marks = [int(MARKS[name]) for name in SOLUTIONS]
     assert marks == sorted(marks, reverse=True)
     assert set(MARKS) == {*SOLUTIONS, *COSTS_ON_PAGE}
@@ -127,17 +127,17 @@ def test_table_is_complete_and_ordered():
     assert min(int(MARKS[name]) for name in SOLUTIONS if name not in USELESS) >= 50
 
 
-def test_costs_are_on_page():
+def test_property_costs_match_docs_page():
     assert {name: int(MARKS[name]) for name in COSTS_ON_PAGE} == COSTS_ON_PAGE
 
 
-def test_every_property_is_explained():
+def test_docs_explain_every_property():
     explained = re.findall(r"^\| `([a-z ]+)` \| [A-Z]", PAGE, re.MULTILINE)
     required = [check.name for check in CHECKS if check.verdict_on_failure == "fail"]
     assert explained == required
 
 
-def test_remainder_fails_sizes_alone():
+def test_missing_remainder_fails_only_sizes():
     report = check_allreduce(no_remainder)
     assert [p.name for p in report.failed] == ["sizes"], str(report)
 
@@ -148,7 +148,7 @@ def test_one_mistake_costs_once():
     assert {p.cause for p in report.failed} == {"ranks"}
 
 
-def test_race_is_unstable():
+def test_race_gets_verdict_unstable():
     report = check_allreduce(race)
     assert {p.verdict for p in report.failed} == {"unstable"}
     detail = report.first_look_at.detail
@@ -165,7 +165,7 @@ def test_race_is_unstable():
         (new_list, "rank 0 still holds its own values; the function returned a list instead: rank"),
     ],
 )
-def test_hint_precedes_numbers(fn, hint):
+def test_failure_detail_begins_with_hint(fn, hint):
     assert check_allreduce(fn).first_look_at.detail.startswith(hint)
 
 
@@ -224,6 +224,6 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize(("code", "names"), IMPORTS.items(), ids=IMPORTS)
-def test_imports_are_noted(code, names):
+def test_solution_lists_its_imports(code, names):
     assert Solution("a.py", "f", code.encode()).imports == names
     assert Solution("a.ipynb", "f", notebook(code).encode()).imports == names

@@ -1,4 +1,4 @@
-"""No graded solution changes the grader or the verdict on the next solution."""
+"""A graded solution cannot change the grader or the verdict on the next solution."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("code", HARMLESS.values(), ids=HARMLESS)
-def test_side_effects_do_no_harm(code):
+def test_solution_side_effects_are_isolated(code):
     before = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
     assert graded(code).passed
     assert (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()) == before
@@ -174,7 +174,7 @@ def test_hostile_solution_fails(code, words):
     assert graded("allreduce = good").passed
 
 
-def test_child_ends_with_the_solution():
+def test_grading_kills_solution_child_processes():
     code = """
         import os, time
         if os.fork() == 0:
@@ -198,7 +198,7 @@ NEVER_ANSWERS = {
 
 
 @pytest.mark.parametrize("code", NEVER_ANSWERS.values(), ids=NEVER_ANSWERS)
-def test_unanswered_call_is_ended(import_has_time, code):
+def test_hanging_solution_times_out(import_has_time, code):
     began = time.monotonic()
     shown = []
     report = graded(code, SHORT_S, shown.append)
@@ -207,7 +207,7 @@ def test_unanswered_call_is_ended(import_has_time, code):
     assert time.monotonic() - began < 15
 
 
-def test_deadline_is_for_one_property(import_has_time, monkeypatch):
+def test_deadline_applies_per_property(import_has_time, monkeypatch):
     monkeypatch.setattr(grader, "CHECKS", [c for c in CHECKS if c.name in ("sum", "sizes", "list")])
     code = """
         import time
@@ -229,7 +229,7 @@ def test_deadline_is_for_one_property(import_has_time, monkeypatch):
         ("allreduce = 3", "is a value of type int, not a function"),
     ],
 )
-def test_failed_import_says_where(code, words):
+def test_import_error_is_explained(code, words):
     timeout_s = SHORT_S if "while" in code else TIMEOUT_S
     with pytest.raises(CannotLoadError) as caught:
         graded(code, timeout_s)
@@ -249,7 +249,7 @@ def test_function_before_endless_line_is_graded():
     assert "ImportTimeoutError: no end within 1.6 s at /nowhere/solution.py:8" in report.remark
 
 
-def test_supervisor_ends_with_the_grader():
+def test_supervisor_exits_after_grader_dies():
     process = subprocess.Popen(
         [sys.executable, "-c", GRADE_AND_DIE], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -281,20 +281,20 @@ def is_running(pid):
         return False
 
 
-def test_prints_are_shown():
+def test_solution_output_is_shown():
     shown = []
     code = "import os\nos.system('echo one')\nprint('two')\nallreduce = good"
     assert graded(code, TIMEOUT_S, shown.append).passed
     assert b"".join(shown) == b"one\ntwo\n"
 
 
-def test_grader_files_are_closed(tmp_path):
+def test_solution_cannot_use_grader_files(tmp_path):
     with (tmp_path / "secret").open("w") as file:
         code = f"import os\ndef allreduce(data): os.fstat({file.fileno()})"
         assert "raises OSError: [Errno 9]" in graded(code)["sum"].detail
 
 
-def test_order_of_addresses_is_not_repeatable(monkeypatch):
+def test_address_dependent_order_is_not_repeatable(monkeypatch):
     monkeypatch.setattr(grader, "CHECKS", [c for c in CHECKS if c.name == "repeatable"])
     code = """
         def allreduce(data):

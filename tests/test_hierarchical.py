@@ -50,7 +50,7 @@ PLACES = ["abab", "abbb", "aaba", "abca", "abcd", "aaaa"]
 
 @pytest.mark.parametrize("machines", mostly_slow(PLACES, "abab"))
 def test_calls_have_promised_bits(machines):
-    """Calls of tests/conformance on more layouts of machines, with one size of each kind."""
+    """Run the tests/conformance calls on more layouts of machines, one size of each kind."""
     machines_of = MachinesTransport.__new__(MachinesTransport)
     parts = [Operand(dtype, (numel,)) for dtype in oracle.DTYPES for numel in (0, 4, 28, 30_004)]
     made = [
@@ -83,7 +83,7 @@ def sent_as_rank(rank, world_size, store, machines):
             after = comm.stats()
             assert after["hierarchical"]["calls"] == before["hierarchical"]["calls"] + 1
             found[name] = after["inter"]["bytes"] - before["inter"]["bytes"]
-        told = found["barrier"]  # the description of a call
+        told = found["barrier"]  # bytes that describe a call
         return told, *[nbytes - told for name, nbytes in found.items() if name != "barrier"]
 
 
@@ -98,7 +98,7 @@ def sent_as_rank(rank, world_size, store, machines):
     ],
 )
 def test_machines_send_minimal_bytes(pool, machines, wanted):
-    """Bytes of each call in `sent_as_rank`, by rank. Flat gloo takes 16,000 bytes per rank."""
+    """Compare the bytes that each rank sends per call. Flat gloo sends 16,000 bytes per rank."""
     assert pool.check(sent_as_rank, machines) == wanted
 
 
@@ -117,9 +117,9 @@ def overlapped_as_rank(rank, world_size, store):
         return events
 
 
-def test_pieces_cross_while_next_sums(pool):
+def test_piece_transfer_overlaps_next_sum(pool):
     for events in pool.check(overlapped_as_rank):
-        for number in range(1, 8):  # exchange 0 compares the calls
+        for number in range(1, 8):  # exchange 0 compares the calls of the ranks
             assert events.index(("begin", number + 1)) < events.index(("wait", number)), events
 
 
@@ -173,7 +173,7 @@ def fail_locally(rank, size, store):
     return error, tensor.tolist()
 
 
-def test_local_error_keeps_group(pair):
+def test_local_error_keeps_group_usable(pair):
     for error, got in pair.check(fail_locally):
         assert error[::2] == ("RuntimeError", "no memory for you")
         assert got == (numbers(0) + numbers(1)).tolist(), "the group goes on"
@@ -202,7 +202,7 @@ def connect_late(rank, size, store):
         hierarchical.Column = Column
 
 
-def test_absent_machine_is_named(pair):
+def test_timeout_names_absent_machine(pair):
     (kind, _, text, _), _ = pair.check(connect_late)
     assert kind == "CollectiveTimeout", text
     assert "machine 1" in text
@@ -210,7 +210,7 @@ def test_absent_machine_is_named(pair):
 
 
 class SlowColumn(Column):
-    """A column in which 4,000 bytes take 0.3 s."""
+    """A column (group of ranks across machines) in which 4,000 bytes take 0.3 s."""
 
     def exchange(self, sent, received):
         arrived = super().exchange(sent, received)
@@ -269,7 +269,7 @@ def test_gpu_sums_have_promised_bits(machines, monkeypatch):
     if torch.cuda.device_count() < len(machines):
         pytest.skip(f"NCCL wants a GPU per rank, here: {torch.cuda.device_count()}")
     monkeypatch.setattr(oracle, "machines", machines)
-    load.cuda_engine()  # compiled once, here
+    load.cuda_engine()  # compile before the ranks start
     with RankGroup(len(machines)) as group:
         answers = group.check(reduced_as_rank, machines, timeout_s=100)
     for round_, dtype in enumerate(oracle.DTYPES):

@@ -34,7 +34,7 @@ def test_ignored_signals_are_kept():
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, BlockingIOError])
-def test_failed_start_leaves_nothing(monkeypatch, kind):
+def test_failed_start_leaves_no_process(monkeypatch, kind):
     pids, fork = [], os.fork
 
     def fork_and_fail():
@@ -50,7 +50,7 @@ def test_failed_start_leaves_nothing(monkeypatch, kind):
     monkeypatch.setattr(os, "fork", fork_and_fail)
     with pytest.raises(kind):
         launch(lambda: time.sleep(60))
-    left = 4 * (kind is BlockingIOError)  # multiprocessing does not close these
+    left = 4 * (kind is BlockingIOError)  # multiprocessing does not close 4 files
     assert len(os.listdir("/proc/self/fd")) == len(before) + left
     for pid in pids:
         with pytest.raises(ChildProcessError):
@@ -132,7 +132,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path, to_all):
 
 
 @pytest.mark.slow
-def test_debugger_prompt_in_a_terminal(tmp_path):
+def test_rank_can_use_debugger_prompt(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(
         "import torch.distributed as dist, pyringar as pr\n"
@@ -165,7 +165,7 @@ def test_sigkill_of_caller_ends_ranks(tmp_path):
 
 
 @pytest.mark.slow
-def test_stopped_time_does_not_count(tmp_path):
+def test_suspended_launch_does_not_time_out(tmp_path):
     body = "for _ in range(4): time.sleep(1.6 * dist.get_rank()); dist.barrier()"
     python, _ = started(tmp_path, body, timeout=2)
     os.killpg(python.pid, signal.SIGSTOP)

@@ -46,7 +46,7 @@ def failure_of(fn, ranks=3, **options):
 
 
 @pytest.mark.parametrize("backend", [None, "gloo", "ringar"])
-def test_results_come_by_rank(backend):
+def test_results_are_ordered_by_rank(backend):
     def program(first, *, last):
         rank = rank_of(backend)
         x = torch.full((5,), float(rank))
@@ -66,14 +66,14 @@ def sharded(net):
 
 @forks_run_backward
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, sharded])
-def test_threads_have_bits_of_processes(wrap):
+def test_threads_match_bits_of_processes(wrap):
     def program():
         rank = rank_of()
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
         net = wrap(nn.Sequential(nn.Conv1d(1, 4, 3), layer))
         optimizer = torch.optim.Adam(net.parameters(), 0.01)
-        torch.manual_seed(rank)  # of dropout, and of the data
+        torch.manual_seed(rank)  # seeds dropout and the data
         for _ in range(3):
             optimizer.zero_grad()
             net(torch.randn(4, 1, 18)).square().mean().backward()
@@ -107,7 +107,7 @@ def test_ranks_start_with_fresh_state():
 
 
 @pytest.mark.parametrize("processes", [False, True])
-def test_caller_can_have_group(tmp_path, processes):
+def test_caller_can_have_process_group(tmp_path, processes):
     def program():
         assert not dist.is_initialized()
         x = torch.ones(1)
@@ -156,13 +156,13 @@ def test_threads_can_call_torch_distributed(tmp_path):
         assert launch(program) == [0.0, 1.0]
 
 
-def test_second_openmp_thread_warns(capsys):
+def test_set_num_threads_warns_after_openmp(capsys):
     def program():
         logging.getLogger("pyringar").addHandler(logging.StreamHandler(sys.stderr))
         torch.set_num_threads(2)
         return torch.rand(1_000_000).sum() > 0, torch.get_num_threads()
 
-    torch.rand(1_000_000).sum()  # the caller has used OpenMP
+    torch.rand(1_000_000).sum()  # the caller uses OpenMP before it forks
     assert launch(program) == [(True, 1)] * 2
     assert "[rank 1] torch.set_num_threads(2)" in capsys.readouterr().err
 
@@ -215,7 +215,7 @@ def joins_without_rank_2():
     ids=["killed", "killed-beside-gloo", "absent"],
 )
 def test_lost_process_is_named(program, first_line, row):
-    """test_cluster_failures.py has the mistakes of programs."""
+    """test_cluster_failures.py tests mistakes of programs."""
     began_s = time.monotonic()
     error, text, _ = failure_of(program, timeout=1)
     assert type(error) is pr.PeerLostError
@@ -251,7 +251,7 @@ def forks_a_child_that_raises():
     ],
     ids=["fork", "exit", "_exit", "exit-3", "_exit-3", "abort"],
 )
-def test_process_exit_becomes_result(end, expected):
+def test_exit_status_decides_result(end, expected):
     def program():
         if os.environ["RANK"] == "1":
             end()
@@ -270,7 +270,7 @@ def test_running_ranks_ignore_timeout():
     assert launch(lambda: keep_the_lock(3_000_000), timeout=0.2) == [0] * 2
 
 
-def test_computing_beside_message_is_progress():
+def test_computing_during_receive_is_progress():
     def program():
         rank, received = rank_of(), torch.zeros(1)
         work = dist.irecv(received, 1 - rank)
@@ -294,7 +294,7 @@ def test_waiting_backward_counts_as_waiting():
 
 
 @pytest.mark.parametrize("is_thread", [True, False], ids=["thread", "atexit"])
-def test_rank_without_exit_raises(is_thread):
+def test_rank_that_never_exits_raises(is_thread):
     def program():
         if rank_of() == 1 and is_thread:
             threading.Thread(target=time.sleep, args=(60,)).start()
@@ -350,7 +350,7 @@ def test_shared_value_survives_torn_write():
     shared.set(["first"])
     shared.set(["all_reduce", list(range(2000))])
     assert shared.get() == ["all_reduce", list(range(2000))]
-    shared._slots[1 - shared._last[0]][:4] = b"torn"  # as by a rank killed during a write
+    shared._slots[1 - shared._last[0]][:4] = b"torn"  # simulates a rank killed during a write
     assert shared.get() == ["all_reduce", list(range(2000))]
     shared.set(list(range(100_000)))  # longer than a slot
     assert shared.get() == "default"

@@ -1,6 +1,6 @@
-"""Floors of csrc: includes point down, and each file's header comment names its tests.
+"""Layers of csrc: files include only lower layers, and header comments name the tests.
 
-`lint-imports` checks the floors of Python (`[tool.importlinter]` in pyproject.toml).
+`lint-imports` checks the layers of Python (`[tool.importlinter]` in pyproject.toml).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ INCLUDES = {
     "bindings": {"core", "os", "cpu", "process", "bucket", "bindings"},
     "bindings/cuda_": {"core", "os", "cuda", "process", "cuda_process", "bucket", "bindings"},
 }
-# The emulator that tests/cpp compiles the kernels with.
+# The only include from outside csrc: tests/cpp compiles the kernels with this emulator.
 EMULATOR = ("cuda/device.cuh", "cuda_emulator.h")
-# Headers that only some files may include: a pattern of the header, a pattern of these files.
+# Headers that only some files may include: pattern of the header -> pattern of these files.
 RESTRICTED = {
     r"(torch|ATen|c10)/.*": r"(?!)",
-    # Streams and locales break where a static libstdc++ mixes with torch's shared one.
+    # Streams and locales break if a static libstdc++ mixes with torch's shared libstdc++.
     r".*stream|pybind11/iostream\.h|filesystem|format|iomanip|ios|locale|print|regex": r"(?!)",
     r"pybind11/.*|Python\.h": r"bindings/",
     r"cuda.*\.h|nvtx3/.*|cooperative_groups.*": r"cuda|bindings/cuda_",
@@ -44,7 +44,7 @@ RESTRICTED = {
     r"thread|mutex|shared_mutex|condition_variable|future|semaphore|barrier|latch|stop_token": (
         r"(?!core/)"
     ),
-    r".*\.h": r"(?!core/)",  # POSIX and intrinsics
+    r".*\.h": r"(?!core/)",  # headers of POSIX and intrinsics
 }
 MEMORY_ORDER = re.compile(r"\b(ld\.acquire|st\.release|fence\.|__threadfence|atomicCAS|membar)")
 
@@ -63,7 +63,7 @@ def wrong_includes(file: str, text: str) -> list[str]:
     return wrong
 
 
-def test_includes_point_down():
+def test_includes_follow_layers():
     found = {file: wrong_includes(file, (CSRC / file).read_text()) for file in FILES}
     assert {file: wrong for file, wrong in found.items() if wrong} == {}
 

@@ -51,7 +51,7 @@ def test_wrong_sums_are_counted(fault):
     with fake(fault, k=2 if fault else 3) as group:
         answers = [group.measure("any", numel, 8, 2) for numel in (64, 2 * ROW + 9)]
     for answer in answers:
-        assert answer.wrong == {"": 0, "the call before": 9}.get(fault, 10)  # warm-up included
+        assert answer.wrong == {"": 0, "the call before": 9}.get(fault, 10)  # counts warm-up calls
         assert len(answer.seconds) == 8
         assert all(0 < s < 1 for s in answer.seconds)
 
@@ -127,7 +127,7 @@ def measured(*candidates, suffix=""):
 
 
 @pytest.mark.slow
-def test_wrong_peer_sets_exit_status(peer, monkeypatch, capsys):
+def test_wrong_peer_result_sets_exit_status(peer, monkeypatch, capsys):
     assert run_all.main(["--dry-run", "processes"]) == 0
     monkeypatch.setitem(PEERS, "impi", replace(peer, variables={"FAULT": "one element"}))
     assert run_all.main(["--dry-run", "processes"]) == 1
@@ -152,7 +152,7 @@ def test_missing_peers_are_listed(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
-def test_installed_peer_sums(name):
+def test_installed_library_sums_correctly(name):
     if why := PEERS[name].why_not():
         pytest.skip(why)
     with PEERS[name].start(2) as group:

@@ -31,12 +31,12 @@ pytestmark = needs_linux
 def begin_call(group: RankGroup, victim: int, phase: str, numel: int, function=reduce) -> list[int]:
     group[victim].call(stop_in, phase=phase, seconds=50.0 if phase == "reduce" else 0.8)
     group.start(function, numel=numel)
-    time.sleep(0.3)  # all are in the call, and where they wait
+    time.sleep(0.3)  # until all ranks wait in the call
     return [rank for rank in range(group.world_size) if rank != victim]
 
 
 def test_late_death_fails_next_call(joined_rank_group):
-    """After its announcement a rank is not needed for a small call."""
+    """A small call needs only the announcement of a rank, so it survives a later death."""
     group = joined_rank_group(3)
     group.run(reduce)
     others = begin_call(group, 1, "reduce", SMALL)
@@ -46,7 +46,7 @@ def test_late_death_fails_next_call(joined_rank_group):
     assert_all_lost(group, others, 1, time.monotonic())
 
 
-def test_stopped_rank_hears_of_timeout(joined_rank_group):
+def test_resumed_rank_raises_earlier_timeout(joined_rank_group):
     group = joined_rank_group(3, timeout=1.0)
     group.run(reduce)
     others = begin_call(group, 0, "idle", SMALL)
@@ -54,7 +54,7 @@ def test_stopped_rank_hears_of_timeout(joined_rank_group):
     assert [outcome.error for outcome in group.outcomes(others)] == ["CollectiveTimeout"] * 2
     group[0].send(signal.SIGCONT)
     outcome = group[0].outcome()
-    if outcome.error is None:  # the others had announced their data: then in its next call
+    if outcome.error is None:  # all data was there: the next call must raise
         group[0].start(reduce)
         outcome = group[0].outcome()
     assert outcome.error == "CollectiveTimeout", outcome
@@ -120,7 +120,7 @@ def serve(state) -> int:
 
 
 @pytest.mark.parametrize("event", ["killed", "stopped"])
-def test_store_ends_while_joining(new_rank_group, event):
+def test_store_failure_while_joining_raises(new_rank_group, event):
     group = new_rank_group(3)
     group.port = group[0].call(serve)
     group.start_group([1, 2], world_size=3, timeout=2.0 if event == "stopped" else 30.0)
@@ -137,7 +137,7 @@ def test_store_ends_while_joining(new_rank_group, event):
             assert outcome.seconds < 2.0 + LATE_S
 
 
-def test_store_dies_later(new_rank_group):
+def test_group_survives_store_death(new_rank_group):
     group = new_rank_group(3)
     group.port = group[0].call(serve)
     group.join([1, 2])
@@ -155,7 +155,7 @@ def used_bytes() -> int:
 
 def run_out_of_memory(state) -> list[str]:
     """Limit the memory of rank 0 during a call that packs its tensor."""
-    shape = (8, 4, 1024, 512)  # more than malloc keeps in its heap
+    shape = (8, 4, 1024, 512)  # so large that malloc maps new memory
     tensors = [torch.full(shape, float(10 * i + state.rank)) for i in range(2)]
     if state.rank == 0:
         tensors[0] = tensors[0].to(memory_format=torch.channels_last)

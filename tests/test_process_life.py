@@ -35,7 +35,7 @@ def test_wrong_rank_or_world_size_raises(arguments, words):
     assert time.monotonic() - start < 5, "it waited for others first"
 
 
-def test_no_store_raises(monkeypatch):
+def test_missing_store_raises(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(pr.ArgumentError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
@@ -59,7 +59,7 @@ def on_rank_from_environment(state, rank: int, port: int) -> float:
         return tensor.sum().item()
 
 
-def test_store_of_torchrun(new_rank_group):
+def test_torchrun_store_connects_ranks(new_rank_group):
     group = new_rank_group(2)
     port = free_port()
     for rank in range(2):
@@ -74,13 +74,13 @@ def on_rank_torch_distributed(state, rank: int, path: str) -> float:
         with pr.ProcessCommunicator() as comm:
             tensor = torch.ones(10)
             comm.all_reduce(tensor)
-            dist.all_reduce(tensor)  # beside it
+            dist.all_reduce(tensor)  # gloo also works while comm exists
             return tensor.sum().item()
     finally:
         dist.destroy_process_group()
 
 
-def test_store_of_torch_distributed(new_rank_group, tmp_path):
+def test_default_group_store_connects_ranks(new_rank_group, tmp_path):
     group = new_rank_group(2)
     for rank in range(2):
         group[rank].start(on_rank_torch_distributed, rank=rank, path=str(tmp_path / "store"))
@@ -94,7 +94,7 @@ def test_two_communicators_at_once(state):
         for turn in range(20):
             parts = inputs(1000 * turn, torch.float32, k, seed=turn)
             one, two = parts[state.rank].clone(), parts[state.rank].clone()
-            # Not in the same order on all ranks: the one does not wait for the other.
+            # Ranks wait in different orders: calls of two communicators are independent.
             first = state.comm.all_reduce(one, async_op=True)
             second = other.all_reduce(two, async_op=True)
             for work in (first, second) if state.rank % 2 else (second, first):

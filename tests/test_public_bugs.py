@@ -30,7 +30,7 @@ def parallel(module, **options):
 
 
 class Builds(nn.Module):
-    """Return ``build(layer, x, has_positive_samples)``."""
+    """Forward returns ``build(layer, x, has_positive_samples)``."""
 
     def __init__(self, build):
         super().__init__()
@@ -127,7 +127,7 @@ class Batch:
     note: None = None
 
 
-class Encoding(collections.UserDict):  # like transformers.BatchEncoding: needs `note`
+class Encoding(collections.UserDict):  # __init__ needs `note`, as in BatchEncoding
     def __init__(self, x, *, note):
         super().__init__({"x": x})
         self.note = note
@@ -225,7 +225,7 @@ KEEP = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", KEEP.values(), ids=KEEP)
 @pytest.mark.parametrize("cap_mb", [None, 1e-6], ids=["one bucket", "many"])
-def test_special_parameters_get_plain_gradients(make, cap_mb):
+def test_special_parameters_match_plain_module(make, cap_mb):
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)

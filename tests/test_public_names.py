@@ -95,7 +95,7 @@ def documented(package: str) -> Iterator[tuple[str, Any]]:
         bases = inspect.getmro(found) if inspect.isclass(found) else ()
         for base in (base for base in bases if base.__module__.startswith("pyringar.")):
             for member, value in vars(base).items():
-                function = getattr(value, "__func__", value)  # of a class method
+                function = getattr(value, "__func__", value)  # unwraps a class method
                 if isinstance(function, types.FunctionType) and member[0] != "_":
                     yield f"{name}.{member}", function
 
@@ -180,15 +180,15 @@ except (CollectiveTimeout, PeerLostError) as late:
 """
 
 
-@pytest.mark.slow  # half a minute where mypy has not read torch
+@pytest.mark.slow  # half a minute until mypy has cached torch
 def test_typed_program_passes_mypy(tmp_path):
     pytest.importorskip("mypy")
     names = [f"{where}.{name}" for where, package in PACKAGES.items() for name in package.__all__]
     reveal = "".join(f"reveal_type({name})\n" for name in names)
     (tmp_path / "program.py").write_text(PROGRAM + reveal)
     (tmp_path / "wrong.py").write_text("import pyringar as pr\n\npr.nothing\npr.allreduce(3)\n")
-    # As an installed package: found along sys.path, taken for its py.typed.
-    cache = ["--cache-dir", str(ROOT / ".mypy_cache")]  # what mypy knows of torch
+    # PYTHONPATH makes mypy find pyringar like an installed package, by its py.typed file.
+    cache = ["--cache-dir", str(ROOT / ".mypy_cache")]  # keeps what mypy has read of torch
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", *cache, "program.py", "wrong.py"],
         cwd=tmp_path,
@@ -206,7 +206,7 @@ def test_typed_program_passes_mypy(tmp_path):
 # -- reprs -----------------------------------------------------------------------------------------
 
 
-def test_work_shows_failure():
+def test_repr_shows_failed_work():
     native = SimpleNamespace(
         is_completed=lambda: True, exception=lambda: pr.PeerLostError("rank 1 is gone")
     )
@@ -214,7 +214,7 @@ def test_work_shows_failure():
     assert repr(Work(native, {}, "broadcast")) == expected
 
 
-def test_closed_communicator_shows_it():
+def test_repr_shows_closed_communicator():
     comm = pr.Communicator(["cpu"] * 2)
     assert repr(comm).startswith("Communicator(host: ranks [0, 1], algorithm='auto'")
     comm.close()

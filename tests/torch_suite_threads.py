@@ -26,7 +26,7 @@ from torch.testing._internal import common_distributed, common_utils
 os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": "4"}  # DistributedTest reads these at import
 from torch.testing._internal.distributed import distributed_test
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed one comes first
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # an installed pyringar has priority
 from pyringar.cluster.launch import launch
 
 ACCEPTED = Path(__file__).with_name("torch_suite_threads_accepted.txt")
@@ -81,7 +81,7 @@ def run_test(self: Any, test_name: str, parent_pipe: object) -> None:
 
 
 def meet_by_store(cls: Any, wait_for: int | None = None, timeout: int = 10) -> None:
-    """Replace DistributedTest's barrier of files, which identifies ranks by process."""
+    """Replace the file barrier of DistributedTest, which identifies ranks by process."""
     store, rank, size = next(dist.rendezvous("env://"))
     number = store.add(f"harness/{rank}", 1)
     if store.add(f"harness/meeting {number}", 1) == (wait_for or size):

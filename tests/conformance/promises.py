@@ -62,9 +62,9 @@ ELSEWHERE = {
     "abort": "cuda/test_gpu_streams.py::test_abort_ends_waits",
     "compile": "test_compiled.py::test_one_graph_holds_all_calls",
     "graphs": "cuda/test_gpu_graphs.py::test_graph_replays_all_reduce",
-    "deadline": "test_communicator.py::test_late_rank_is_named",
+    "deadline": "test_communicator.py::test_timeout_names_late_rank",
     "interrupt": "test_signals.py::test_signal_ends_wait_in_one_process",
-    "exit": "test_exits.py::test_forked_child_ends",
+    "exit": "test_exits.py::test_forked_child_exits_cleanly",
     "fork": "test_exits.py::test_child_cannot_use_communicator",
     "nothing-left": "test_communicator.py::test_closed_communicator_leaves_no_thread",
 }
