@@ -23,7 +23,7 @@ def check(rows):
 @pytest.mark.parametrize(
     ("model", "kind"), mostly_slow(itertools.product(MODELS, KINDS), ("lenet", "float32"))
 )
-def test_bits_are_independent_of_ranks(model, kind):
+def test_sharded_training_ignores_rank_count(model, kind):
     options = {**MODELS[model], **KINDS[kind]}
     rows = {k: in_one_process(k, **options) for k in (1, 2, 8)}
     for machines in ("aa", "aaaa", "aabb"):
