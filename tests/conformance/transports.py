@@ -141,7 +141,7 @@ def run_rooted(comm, call, rows, lists):
 
 
 class LockstepCalls:
-    """Threads as ranks of a `Communicator`: one thread makes each call for all."""
+    """Run each rank of a `Communicator` in a thread; one thread makes each call for all ranks."""
 
     def __init__(self, comm):
         self.comm, self.k = comm, comm.world_size
@@ -189,7 +189,7 @@ class LockstepRank:
 
 
 class RankTransport:
-    """Ranks that each make their own calls.
+    """Base of transports on which every rank makes its calls.
 
     Attributes:
         rows: Ids of docs/promises.md, separated by blanks, for a transport without a column there.
@@ -288,7 +288,7 @@ def check_own(state, call):
 
 
 class ProcessTransport(RankTransport):
-    """One process per rank, alive as long as the transport."""
+    """Run one process per rank; the processes live as long as the transport."""
 
     join: Function = staticmethod(join)  # creates the communicator in the rank's process
 
@@ -311,7 +311,7 @@ class ProcessTransport(RankTransport):
 
 
 class ProcessCommTransport(ProcessTransport):
-    """`pr.ProcessCommunicator`."""
+    """`pr.ProcessCommunicator` with tensors on the CPU."""
 
     algorithms = PROCESS_ALGORITHMS
     orders = ("any", "rank", "tree", "exact")
@@ -372,7 +372,7 @@ REDUCE_OPS = {
 
 
 class TorchCalls:
-    """torch.distributed with the methods of a communicator."""
+    """Methods of a communicator that call torch.distributed."""
 
     def all_reduce(self, tensor, op="sum", *, async_op=False, **_):
         return dist.all_reduce(tensor, REDUCE_OPS[op], async_op=async_op)

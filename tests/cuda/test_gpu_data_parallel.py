@@ -100,7 +100,7 @@ def test_batchnorm_statistics_match_plain_module(device, gpus, batchnorm):
 
 @gpu.only
 @pytest.mark.parametrize("gpus", ["one GPU", two])
-def test_backward_on_side_stream(device, gpus):
+def test_backward_runs_on_side_stream(device, gpus):
     plain = make_net(device)
     net = pr.DataParallel(copy.deepcopy(plain), devices_of(gpus, device), bucket_cap_mb=1e-6)
     train(plain, device)
@@ -115,7 +115,7 @@ def test_backward_on_side_stream(device, gpus):
 
 
 @gpu.only
-def test_graph_captures_step(device):
+def test_cuda_graph_captures_training_step(device):
     plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double().to(device)
     net = pr.DataParallel(copy.deepcopy(plain), [device] * 3)
     X = torch.randn(6, 4, dtype=torch.float64, device=device)  # noqa: N806
@@ -145,7 +145,7 @@ def test_device_numbers_are_accepted(device):
 
 
 @gpu.two
-def test_output_device_and_failed_rank():
+def test_output_device_and_error_notes():
     class Fails(nn.Linear):
         def forward(self, x):
             if x.device.index == 1 and x.shape[0] == 1:
