@@ -364,7 +364,7 @@ def test_store_calls_and_threads_are_bounded():
 
     with ThreadPoolExecutor(world_size) as threads:
         list(threads.map(meet_in_thread, range(world_size)))
-    assert store.num_calls < 120 * world_size, store.num_calls  # k^2 calls: over 3 * 48 * 48
+    assert store.num_calls < 120 * world_size, store.num_calls  # if calls grew as k^2: 3 * 48 * 48
     assert settled(lambda: threading.active_count() > before, False) is False
 
 

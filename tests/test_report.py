@@ -1,4 +1,4 @@
-"""The benchmarks, their checks, results files, report and README summary."""
+"""Benchmarks: their checks of results, results files, the report, and the README summary."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def test_buffers_are_averaged(dtype, num_ranks):
         alone(shard).backward()
         parts.append(alone.weight.grad)
     wanted = (parts[0] + parts[1]) + (parts[2] + parts[3])
-    mean = numbers * 11 / 3  # shards 0, 2 and 3 multiply by 2, 4 and 5
+    mean = numbers * 11 / 3  # shards 0, 2 and 3 multiply the buffer by 2, 4 and 5
     if dtype == torch.bool:
         mean = numbers.bool()
     elif not (dtype.is_complex or dtype.is_floating_point):

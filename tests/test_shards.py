@@ -1,4 +1,4 @@
-"""Helpers for data parallel loops: get_params, split_batch, accuracy, equality of replicas."""
+"""Helpers of data parallel loops: get_params, split_batch, accuracy, comparison of replicas."""
 
 import functools
 
@@ -94,7 +94,7 @@ class TestEvaluate:
             evaluate_accuracy_gpus([net], [(torch.randn(5, 4), torch.zeros(5))])
         assert [m.training for m in net.modules()] == expected
 
-    def test_single_module_is_accepted(self):
+    def test_evaluation_accepts_single_module(self):
         net, layer, seen = nn.Identity(), nn.Linear(4, 4), []
         data = ((torch.eye(4), torch.tensor([0, 1, 2, 0])),)
         for replicas in (net, lambda scores: scores, nn.ModuleList([net, net])):

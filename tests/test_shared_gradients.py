@@ -95,7 +95,7 @@ def test_shared_gradients_are_copied(k, passes, in_threads, options):
                     assert len({g.untyped_storage().data_ptr() for g in grads}) == len(grads)
 
 
-def test_gradient_argument_stays_unchanged():
+def test_backward_argument_stays_unchanged():
     nets = [nn.ParameterList([torch.ones(4)]) for _ in range(2)]
     with pr.GradientBucketer(nets) as bucketer:
         given = [torch.full((4,), rank + 1.0) for rank in range(2)]

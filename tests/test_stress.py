@@ -30,7 +30,7 @@ BASE_FLAGS = ("-std=c++20", "-ffp-contract=off", "-pthread", f"-I{CSRC}")
 NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 COMPILE_TIMEOUT_S = 300
 RUN_TIMEOUT_S = 600
-JOBS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # compilers; pytest-xdist uses all cores
+JOBS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # compiler processes; xdist uses all cores
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def test_repeated_all_reduce_is_right(comm: pr.Communicator) -> None:
     assert reduced(comm, [torch.ones(3), torch.ones(3)]) == [8, 8]
 
 
-def test_negation_is_detected(comm: pr.Communicator) -> None:
+def test_negated_view_is_detected(comm: pr.Communicator) -> None:
     first, second = torch.ones(3), torch.ones(3)
     assert reduced(comm, [first, second]) == [8, 8]
     assert reduced(comm, [torch._neg_view(first), second], times=1) == [0, 0]

@@ -22,7 +22,7 @@ import pyringar as pr
 
 ROOT = Path(__file__).resolve().parents[1]
 RETRY_S = 40.0  # seconds of retries: on a busy machine torch's threads may miss a call
-LARGE = 1 << 21  # elements; large enough to wake sleeping helper threads
+LARGE = 1 << 21  # elements per tensor: enough for a call to wake helper threads
 
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 pytestmark = pytest.mark.skipif(CORES < 2, reason="needs Linux and two cores")
@@ -102,7 +102,7 @@ def new_threads(comm: pr.Communicator, *, async_op: bool = False) -> int:
     return len(threads() - before)
 
 
-def test_call_starts_no_thread(torch_threads):
+def test_call_starts_no_new_thread(torch_threads):
     torch_threads(2)
     end = time.monotonic() + RETRY_S
     while time.monotonic() < end:
@@ -175,7 +175,7 @@ def test_small_async_call_runs_in_caller():
         assert all(bool((tensor == 6).all()) for tensor in tensors)
 
 
-def test_user_threads_call_concurrently(torch_threads):
+def test_concurrent_calls_give_right_sums(torch_threads):
     torch_threads(2)
     start = threading.Barrier(4)
 

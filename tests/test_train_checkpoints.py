@@ -312,7 +312,7 @@ def run_command(command, stop=None, after=0):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_killed_commands_resume_elsewhere(tmp_path):
+def test_killed_run_resumes_with_other_processes(tmp_path):
     """Kill a run in each epoch, and resume it each time with another number of processes."""
     folder, files = tmp_path / "run", [tmp_path / "whole.pt", tmp_path / "resumed.pt"]
     whole, status = run_command([*ALONE, "--out", str(files[0])])

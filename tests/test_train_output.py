@@ -144,7 +144,7 @@ def test_unwritable_outputs_raise_before_training(capsys, tmp_path, name, monkey
     assert sorted(os.listdir(tmp_path)) == sorted(["file", f"folder{ending}"]), "no file is left"
 
 
-def test_resume_errors_name_the_flag(capsys, tmp_path, monkeypatch):
+def test_resume_errors_name_command_flag(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*LENET, "--weights", "3,1", "--no-overlap", "--save", "run"]) == 0
     for options, words in [
@@ -228,7 +228,7 @@ def test_interrupted_training_explains_resume(capsys, tmp_path, monkeypatch, cap
         ("resnet18 --width 4 --batchnorm sync --amp", "ResNet-18 of width 4, sync batch norm, 44,"),
     ],
 )
-def test_command_prints_choices_and_curve(capsys, tmp_path, monkeypatch, options, words):
+def test_train_command_prints_options_and_epochs(capsys, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
     files = {"plot": "p.png", "trace": "t.json", "out": "m.pt", "log": "l.csv", "save": "run"}
     options = [*options.split(), *(f"--{name}={file}" for name, file in files.items())]
@@ -345,7 +345,7 @@ def trace():
     return made
 
 
-def test_save_and_load_roundtrip(trace, tmp_path):
+def test_trace_survives_save_and_load(trace, tmp_path):
     trace.save(tmp_path / "t.json")
     again = Trace.load(tmp_path / "t.json")
     assert len(again.spans) == len(trace.spans) == 36
@@ -402,7 +402,7 @@ def test_trace_table_omits_missing_buckets(trace):
         ("lenet", {"shards": 6}),
     ],
 )
-def test_trainer_records_phases_of_all_ranks(model, options):
+def test_trace_has_phases_of_all_ranks(model, options):
     config = TrainConfig(3, 20, epochs=1, model=model, **options)
     trace = Trace()
     with Trainer(config, garments(40, 10), trace=trace) as trainer:
@@ -457,6 +457,6 @@ def test_malformed_traces_raise(tmp_path, capsys):
         assert len(line) < 300
 
 
-def test_unreadable_file_raises(tmp_path):
+def test_unreadable_trace_file_raises(tmp_path):
     with pytest.raises(pr.ArgumentError, match=f"{tmp_path} cannot be read: Is a directory"):
         Trace.load(tmp_path)

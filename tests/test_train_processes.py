@@ -35,7 +35,7 @@ def as_rank(rank, world_size, store, options, folders):
 
 RUNS = [
     LENET,
-    {**LENET, "batch_size": 74},  # the last batch has one image, so a rank gets none
+    {**LENET, "batch_size": 74},  # the last batch has one image: one rank has no image
     RESNET,
 ]
 BOOK = {"batch_size": 37, "bucket_cap_mb": 0.01, "dtype": "float64", "init": "book"}

@@ -32,14 +32,14 @@ def small():
     return garments(200, 100)
 
 
-@pytest.mark.timeout(400)  # takes 5 s, but over a minute on a busy machine
+@pytest.mark.timeout(400)  # a run takes 5 s, but over a minute on a busy machine
 @pytest.mark.parametrize("name", GATE)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(n, marks=pytest.mark.thorough if n else pytest.mark.slow) for n in range(5)],
 )
-def test_model_learns(request, name, num_ranks, seed):
+def test_model_reaches_accuracy_and_loss(request, name, num_ranks, seed):
     options, accuracy, loss = GATE[name]
     data = garments(1500, 400)
     if "real" in name:

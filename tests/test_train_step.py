@@ -132,7 +132,7 @@ def test_wrong_arguments_raise():
 
 
 class TestLenet:
-    def test_initial_parameters_match_scheme(self):
+    def test_initial_parameters_follow_init_option(self):
         def draw(*options, dtype=torch.float32):
             generator = torch.Generator().manual_seed(7)
             return lenet_params(*options, generator=generator, dtype=dtype)

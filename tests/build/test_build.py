@@ -197,7 +197,7 @@ def test_missing_compiler_error_names_package(cache, tiny, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("cxx", ["/no/such/g++ -O1", "ccache", "g++ 'open"])
-def test_missing_cxx_raises(cache, monkeypatch, cxx):
+def test_invalid_cxx_variable_raises(cache, monkeypatch, cxx):
     monkeypatch.setenv("CXX", cxx)
     with pytest.raises(CompilerNotFoundError, match="CXX="):
         toolchain.find_compiler()
@@ -282,7 +282,7 @@ def test_native_engine_overrides_wheel_engine(cache, tiny, caplog):
 
 @pytest.mark.parametrize("changes", [{"sources": "other"}, {"flags": []}])
 @needs_compiler
-def test_wheel_engine_mismatch_is_ignored(cache, tiny, caplog, changes):
+def test_mismatched_wheel_engine_is_ignored(cache, tiny, caplog, changes):
     caplog.set_level(logging.INFO)
     pretend_wheel(tiny, **changes)
     assert load(tiny).value() == 42
@@ -342,7 +342,7 @@ def test_unloadable_engine_error_suggests_force(cache, tiny, unloaded, monkeypat
     assert loading.loaded_engine() is None
 
 
-def test_import_neither_builds_nor_loads(cache):
+def test_import_does_not_load_engine(cache):
     code = (
         "import sys, time, torch; t = time.process_time(); import pyringar; "
         "print(time.process_time() - t, 'pyringar._engine' in sys.modules)"
@@ -359,7 +359,7 @@ def test_import_neither_builds_nor_loads(cache):
 # --- the command line ---
 
 
-def test_info_builds_nothing(cache, tmp_path, monkeypatch, capsys):
+def test_info_command_builds_no_engine(cache, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["info"]) == 0
     report = capsys.readouterr().out
@@ -368,7 +368,7 @@ def test_info_builds_nothing(cache, tmp_path, monkeypatch, capsys):
 
 
 @needs_compiler
-def test_build_command(cache, tiny, unloaded, monkeypatch, capsys, caplog):
+def test_build_command_reports_cached_engine(cache, tiny, unloaded, monkeypatch, capsys, caplog):
     monkeypatch.setattr(build.Recipe, "root", lambda self: self.source_root or tiny.source_root)
     caplog.set_level(logging.INFO)
 

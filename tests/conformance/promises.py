@@ -78,7 +78,7 @@ def marks_of(transport: str) -> list[Any]:
 
 
 def parameters(where: str, *rows: str, only: tuple[str, ...] = ()) -> list[Any]:
-    """Return the transports that keep all rows, as parameters of the test ``where``."""
+    """Return the transports that keep all ``rows``, as pytest parameters of the test ``where``."""
     for row in rows:
         BODIES[row].append(where)
     names = [name for name in transports_of(*rows) if not only or name in only]

@@ -138,7 +138,7 @@ def test_ring_order_matches_hand_computation(transport):
 
 @promise("order-exact")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_exact_sum_of_special_values(transport, dtype):
+def test_exact_sum_handles_special_values(transport, dtype):
     """The partial sums overflow or cancel, or the sum needs rounding."""
     info = torch.finfo(dtype)
     tiny = info.smallest_normal * info.eps

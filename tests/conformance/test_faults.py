@@ -34,11 +34,11 @@ import pyringar as pr
 TIMEOUT_S = 1.0
 LONG_S = 20.0  # timeout of faults that ranks must detect at once
 
-# Event on the victim, and the error on the other ranks.
+# Each row: the event on the victim, and the error that the other ranks must raise.
 EVENTS = {
     "kill": "PeerLostError",
     "exit": "PeerLostError",  # os._exit(), without cleanup
-    "exception": "PeerLostError",  # an uncaught exception of the program
+    "exception": "PeerLostError",  # the program raises an uncaught exception
     "leave": "PeerLostError",  # the victim closes its communicator
     "stop": "CollectiveTimeout",
     "late": "CollectiveTimeout",
@@ -148,7 +148,7 @@ def suffer(state: SimpleNamespace, fault: Fault) -> CallOutcome | None:
     def reduce(count: int = 1) -> None:
         for number in range(count):
             mine.copy_(parts[state.rank])
-            if (state.rank + number) % 3 == 0:  # the same call, with a wait for its work
+            if (state.rank + number) % 3 == 0:  # the same call as async work
                 state.comm.all_reduce(mine, async_op=True).wait()
             else:
                 state.comm.all_reduce(mine)
@@ -174,10 +174,10 @@ def suffer(state: SimpleNamespace, fault: Fault) -> CallOutcome | None:
 
 
 def strike(fault: Fault) -> tuple[list[CallOutcome | None], str]:
-    """Run the fault; return each rank's outcome and a pattern of the victim's name."""
+    """Run the fault; return the outcome of each rank, and a regex for the name of the victim."""
     name = rf"\branks? \[?{fault.victim}\b"
     if fault.transport == "machines" and not fault.is_prompt:
-        name += rf"|has ranks \[[\d, ]*\b{fault.victim}\b"  # ranks of the late machine
+        name += rf"|has ranks \[[\d, ]*\b{fault.victim}\b"  # names the machine of the victim
     if TRANSPORTS[fault.transport] is LaunchTransport:
         return strike_threads(fault), name
     with RankGroup(fault.k) as group:

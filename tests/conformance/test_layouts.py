@@ -195,7 +195,7 @@ def random_layouts(draw, shape, *, can_be_negated):
         strides[dim] = reach * draw(steps)
         reach = strides[dim] * max(1, shape[dim])
         if shape[dim] == 1:
-            strides[dim] = draw(st.integers(0, 50))  # any stride is valid
+            strides[dim] = draw(st.integers(0, 50))  # any stride is valid for one element
     is_negated = can_be_negated and draw(st.integers(0, 15)) == 15
     return Strides(tuple(strides), draw(st.integers(0, 3)), is_negated=is_negated)
 

@@ -22,7 +22,7 @@ GUARANTEES = {
 
 @pytest.mark.parametrize("name", parameters(__name__, "plan"))
 @pytest.mark.parametrize("order", GUARANTEES)
-def test_guarantee_and_plan_name_order(name, order):
+def test_guarantee_and_plan_report_order(name, order):
     if (name, order) == ("cuda", "exact"):
         pytest.skip("GPUs have no exact sums")
     with make_pair(name, order=order) as pair:

@@ -1,4 +1,4 @@
-"""Prepared calls: a repeated call is checked again if its tensors have changed."""
+"""Prepared calls: a repeated call validates its arguments again if its tensors have changed."""
 
 import gc
 import random as python_random
@@ -103,7 +103,7 @@ def test_repeated_call_with_bad_tensors_raises(pair):
         assert_reduces(pair, tensors)
 
 
-def test_prepared_call_keeps_no_memory(pair):
+def test_prepared_call_does_not_keep_tensors(pair):
     tensors = ranks(pair, 4096)
     pair.all_reduce(tensors)
     watches = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
@@ -300,7 +300,7 @@ def test_ranks_may_mix_layouts_not_shapes():
             pair.all_reduce([torch.ones(6), torch.ones(2, 3)])
 
 
-def test_threads_share_communicator():
+def test_two_threads_may_share_communicator():
     def call(rank, _):
         for _ in range(200):
             pair.comms[rank].all_reduce(tensor := torch.ones(8))

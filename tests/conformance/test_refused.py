@@ -126,7 +126,7 @@ def test_wrong_calls_raise(pair, call, words):
     assert not BASE.any()
 
 
-def test_torch_reduce_op_equals_name(pair):
+def test_torch_reduce_op_is_accepted(pair):
     c10d = torch.distributed.ReduceOp
     by_name = {"sum": c10d.SUM, "mean": c10d.AVG, "max": c10d.MAX, "min": c10d.MIN}
     for name, op in (*by_name.items(), ("prod", c10d.PRODUCT)):
@@ -209,7 +209,7 @@ def test_malformed_array_raises(comm):
 
 def test_wrong_nested_lists_raise(comm):
     lists = [[torch.zeros(2), torch.zeros(3, 2)] for _ in range(3)]
-    tied = [[mine[0], mine[0]] for mine in lists]  # one tensor twice would be summed twice
+    tied = [[mine[0], mine[0]] for mine in lists]  # one tensor would be summed twice
     for call in (comm.all_reduce_coalesced, comm.bind_coalesced, comm.broadcast_coalesced):
         for wrong, words in (
             ([lists[0], lists[1][:1], lists[2]], r"lists\[1\] has 1 entry, expected 2"),
@@ -263,7 +263,7 @@ def test_input_tensors_may_share_memory(comm):
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "naive", "sharded"])
-def test_algorithm_without_operation_raises(algorithm):
+def test_unsupported_method_of_algorithm_raises(algorithm):
     output, inputs = torch.zeros(6), ranks(3, (6,))
     with pr.Communicator(["cpu"] * 3, algorithm=algorithm) as comm:
         calls = {

@@ -113,7 +113,7 @@ def test_each_rank_has_random_generator(device):
     assert alone[0] != alone[1]
 
 
-def test_processes_share_a_gpu(device, tmp_path):
+def test_processes_may_share_one_gpu(device, tmp_path):
     """Use a new interpreter: a process that has used CUDA cannot use it after fork()."""
     script = tmp_path / "program.py"
     script.write_text(
