@@ -275,7 +275,7 @@ def test_failed_write_keeps_last_checkpoint(images, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         real(descriptor)
 
-    (tmp_path / f".{FILE}.new").write_bytes(b"half" * 10**6)  # as a killed process leaves it
+    (tmp_path / f".{FILE}.new").write_bytes(b"half" * 10**6)  # a killed process leaves this
     monkeypatch.setattr(checkpoint.os, "fsync", full)
     with pytest.raises(RingarError, match=r"checkpoint\.bin' cannot be written: No space left"):
         go(images, LENET, on_epoch=told.append, save=tmp_path)

@@ -161,7 +161,7 @@ class Field:
     rank: int  # rank of the values, and index of the layout
     is_read: bool = True
     is_written: bool = True
-    source: Operand | None = None  # if given, the field has its first values
+    source: Operand | None = None  # if given, the first values of `source` are used
 
     def values(self, world_size):
         return (self.source or self.part).values(self.rank, world_size)[: self.part.numel]

@@ -152,7 +152,7 @@ def suffer(state: SimpleNamespace, fault: Fault) -> CallOutcome | None:
                 state.comm.all_reduce(mine, async_op=True).wait()
             else:
                 state.comm.all_reduce(mine)
-            if fault.transport != "machines":  # machines add in another order
+            if fault.transport != "machines":  # the order of additions differs
                 assert_bits(mine, wanted)
 
     reduce(0 if fault.phase == "first" else 2)
@@ -247,7 +247,7 @@ def test_fault_raises_on_other_ranks(fault):
         assert each is not None, f"rank {rank} raised no error"
         assert each.error == EVENTS[fault.event], each
         assert re.search(name, each.text), f"{name} is not in {each.text}"
-        if (fault.transport, fault.event) != ("launch", "exception"):  # launch names the exception
+        if (fault.transport, fault.event) != ("launch", "exception"):  # names the exception instead
             assert re.search(rf"all_reduce .*\b{fault.numel}\b", each.text), each.text
         if fault.transport == "processes":
             last = "nothing yet" if fault.phase == "first" else r"its last was call \d+, all_reduce"

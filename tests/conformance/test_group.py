@@ -261,7 +261,7 @@ def end_wait(state, how: str, wait: str) -> tuple[str, str, float]:
     except BaseException as caught:
         error = type(caught).__name__, str(caught)
     seconds = time.monotonic() - began
-    if wait == "work" and how == "raise":  # the work still runs
+    if wait == "work" and how == "raise":  # the work still runs: abort it
         with contextlib.suppress(pr.RingarError):
             comm.abort() if hasattr(comm, "abort") else dist.group.WORLD.abort()
     assert torch.equal(mine, numbers(state))

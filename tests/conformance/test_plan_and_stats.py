@@ -90,7 +90,7 @@ def on_rank_plans(state, nbytes, algorithm):
 @pytest.mark.parametrize(
     ("world_size", "nbytes", "algorithm", "plan"),
     [
-        # Calls are cut into pieces: 64 KiB with two ranks, 128 KiB with more.
+        # The engine splits a call into pieces: 64 KiB with two ranks, 128 KiB with more.
         (1, MIB, "auto", ("exchange", 0, 0, "rank")),
         (2, MIB, "auto", ("exchange", 16, 10 * MIB, "rank")),
         (3, MOST, "auto", ("exchange", 1, 18 * MOST, "rank")),

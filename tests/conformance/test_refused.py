@@ -209,7 +209,7 @@ def test_malformed_array_raises(comm):
 
 def test_wrong_nested_lists_raise(comm):
     lists = [[torch.zeros(2), torch.zeros(3, 2)] for _ in range(3)]
-    tied = [[mine[0], mine[0]] for mine in lists]  # one tensor would be summed twice
+    tied = [[mine[0], mine[0]] for mine in lists]  # the same tensor would be summed twice
     for call in (comm.all_reduce_coalesced, comm.bind_coalesced, comm.broadcast_coalesced):
         for wrong, words in (
             ([lists[0], lists[1][:1], lists[2]], r"lists\[1\] has 1 entry, expected 2"),
