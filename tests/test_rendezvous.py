@@ -30,7 +30,7 @@ from pyringar.engine import load
 
 pytestmark = needs_linux
 
-# Ranks hear of a death within this on a busy machine; deadlines are far behind it.
+# Ranks must detect the death of a rank within these seconds. Most timeouts are far longer.
 PROMPT_S = 5.0
 LONG_S = 30.0
 
@@ -50,7 +50,7 @@ def meet(state, **arguments) -> None:
 
 
 def meet_only(state, port: int, name: str, rank: int, world_size: int) -> None:
-    """Join the group without mapping the segment."""
+    """Exchange records with the other ranks, but do not map the shared memory."""
     with Rendezvous(connect(port), rank, world_size, name, LONG_S) as meeting:
         meeting.exchange_members()
 
@@ -85,7 +85,7 @@ class CountingStore(dist.Store):
 
 @pytest.mark.parametrize("late", mostly_slow([0, 1], 0))
 @pytest.mark.parametrize("killed", mostly_slow([False, True], True))
-def test_restart_on_old_store(new_rank_group, late, killed):
+def test_restarted_ranks_join_on_old_store(new_rank_group, late, killed):
     before = new_rank_group(2)
     name = before.join(timeout=LONG_S)
     before.run(reduce)
@@ -99,7 +99,7 @@ def test_restart_on_old_store(new_rank_group, late, killed):
         group.values()
 
 
-def test_dead_call_is_ignored(new_rank_group):
+def test_joining_dead_rank_0_times_out(new_rank_group):
     name = new_name()
     group = new_rank_group(2)
     group[0].call(call_only, port=group.port, name=name)
@@ -114,7 +114,7 @@ def test_dead_call_is_ignored(new_rank_group):
 # -- ranks that give up, and come again ------------------------------------------------------------
 
 
-def test_last_answer_of_rank_counts(new_rank_group):
+def test_rank_joins_after_timed_out_attempt(new_rank_group):
     group = new_rank_group(3)
     options = {"function": meet, "world_size": 3, "name": new_name()}
     group.start_group([0], timeout=LONG_S, **options)
@@ -133,7 +133,7 @@ def exchange(state, port: int, rank: int, world_size: int, name: str, timeout: f
         assert len(meeting.exchange_members()) == world_size
 
 
-def test_rank_answers_new_call(new_rank_group):
+def test_waiting_rank_joins_restarted_rank_0(new_rank_group):
     group = new_rank_group(4)
     options = {"function": exchange, "world_size": 3, "name": new_name(), "timeout": LONG_S}
     group.start_group([0, 1], **options)
@@ -151,7 +151,7 @@ assert_all_lost = functools.partial(process_checks.assert_all_lost, within_s=PRO
 @pytest.mark.parametrize(
     ("phase", "dead"), [("called", 0), ("answered", 2), ("met", 0), ("met", 1), ("met", 2)]
 )
-def test_death_during_rendezvous_raises(new_rank_group, phase, dead):
+def test_rank_death_during_rendezvous_raises(new_rank_group, phase, dead):
     group, name = new_rank_group(3), new_name()
     options = {"world_size": 4 if phase == "answered" else 3, "name": name, "timeout": 60.0}
     if phase == "called":
@@ -171,7 +171,7 @@ def test_death_during_rendezvous_raises(new_rank_group, phase, dead):
         group.run(reduce, survivors)
 
 
-def test_rank_stops_after_all_came(new_rank_group):
+def test_stopped_rank_makes_join_time_out(new_rank_group):
     group = new_rank_group(2)
     name = group.start_group([1], meet_only, world_size=2)
     group.start_group([0], world_size=2, name=name, timeout=1.0)
@@ -192,7 +192,7 @@ def fail_to_map(state, port: int, name: str, rank: int, world_size: int) -> None
         raise KeyboardInterrupt
 
 
-def test_interrupted_rank_tells_others(new_rank_group):
+def test_interrupted_join_raises_on_other_ranks(new_rank_group):
     group = new_rank_group(3)
     name = group.start_group([0, 2], world_size=3, timeout=60.0)
     group.start_group([1], fail_to_map, world_size=3, name=name)
@@ -205,7 +205,7 @@ def test_interrupted_rank_tells_others(new_rank_group):
 
 def fail_when_mapped(state, why: str, **options) -> None:
     def fail_late(meeting, absent_ranks) -> None:
-        time.sleep(0.5)  # the others have the group by then, and call it
+        time.sleep(0.5)  # meanwhile ranks 0 and 2 join, and call all_reduce
         raise KeyboardInterrupt(why)
 
     with mock.patch.object(Rendezvous, "wait_until_mapped", fail_late):
@@ -215,7 +215,7 @@ def fail_when_mapped(state, why: str, **options) -> None:
 @pytest.mark.parametrize(
     "why", ["planted \udcff", "planted" + 1000 * "\U0001f600"], ids=["odd", "long"]
 )
-def test_late_failure_reaches_all_ranks(new_rank_group, why):
+def test_late_join_failure_reaches_all_ranks(new_rank_group, why):
     group = new_rank_group(3)
     name = group.start_group([0, 2], meet, world_size=3, timeout=60.0)
     group.start_group([1], fail_when_mapped, world_size=3, name=name, why=why)
@@ -266,7 +266,7 @@ if sys.argv[1] == "backend":
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["backend", "communicator"])
 @pytest.mark.parametrize("form", ["static", "standalone", "c10d"])
-def test_one_restart_for_one_fault(tmp_path, form, kind):
+def test_torchrun_restarts_once_after_death(tmp_path, form, kind):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     options = {
@@ -324,7 +324,7 @@ def written(port: int, name: str, key: str, text: bytes):
 
 
 @pytest.mark.parametrize("key", ["member/1", "call", "members", "failed", "segment"])
-def test_malformed_value_raises(store_port, key):
+def test_malformed_store_value_raises(store_port, key):
     writer = 1 if key == "member/1" else 0
     for text in GARBAGE:
         name = new_name()
@@ -340,7 +340,7 @@ def test_malformed_value_raises(store_port, key):
 
 
 @pytest.mark.parametrize("words", ["cannot open", "another group's"])
-def test_wrong_segment_raises(store_port, words):
+def test_wrong_shared_memory_segment_raises(store_port, words):
     name, memory = new_name(), load.engine().create_segment(2, b"t" * 32)
     fd = 1_000_000 if words == "cannot open" else memory.fd
     with written(store_port, name, "segment", b'{"fd": %d}' % fd) as store:
@@ -364,11 +364,11 @@ def test_store_calls_and_threads_are_bounded():
 
     with ThreadPoolExecutor(world_size) as threads:
         list(threads.map(meet_in_thread, range(world_size)))
-    assert store.num_calls < 120 * world_size, store.num_calls  # k^2: 3 * 48 * 48 and the polls
+    assert store.num_calls < 120 * world_size, store.num_calls  # if calls grew as k^2: 3 * 48 * 48
     assert settled(lambda: threading.active_count() > before, False) is False
 
 
-def test_silent_store_ends_at_deadline():
+def test_unresponsive_store_raises_timeout():
     gate = threading.Event()
 
     class SilentStore(CountingStore):
@@ -380,7 +380,7 @@ def test_silent_store_ends_at_deadline():
     gate.set()
 
 
-def test_poll_pause_grows_with_wait(monkeypatch):
+def test_pause_between_polls_grows(monkeypatch):
     pauses = []
     began_s = time.monotonic()
 
@@ -391,7 +391,7 @@ def test_poll_pause_grows_with_wait(monkeypatch):
     monkeypatch.setattr(time, "sleep", sleep)
     with pytest.raises(pr.CollectiveTimeout):
         pr.ProcessCommunicator(dist.HashStore(), 0, 2, name=new_name(), timeout=0.3)
-    assert 20 < len(pauses) < 100, len(pauses)  # every millisecond: 300
+    assert 20 < len(pauses) < 100, len(pauses)  # a poll every ms: 300 pauses
     assert all(pause_s <= max(0.001, waited_s / 8) for pause_s, waited_s in pauses)
 
 

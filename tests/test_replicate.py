@@ -1,4 +1,4 @@
-"""pr.replicate: equal bits, no shared memory, kept attributes, errors for wrong copies."""
+"""pr.replicate: copies are equal and share no memory; modules that cannot be copied raise."""
 
 import copy
 import threading
@@ -51,7 +51,7 @@ def test_copies_share_no_memory(num_ranks):
 
 
 class Tagged(nn.Parameter):
-    """A parameter whose constructor has another signature."""
+    """Parameter subclass with an additional constructor argument, ``tag``."""
 
     def __new__(cls, data, tag=None, requires_grad=True):
         made = torch.Tensor._make_subclass(cls, data, requires_grad)
@@ -115,7 +115,7 @@ def test_uncopyable_modules_raise(kind):
             pr.replicate(module, ["cpu"])
 
 
-def test_copy_buffers_uses_rank_0():
+def test_copy_buffers_copies_from_rank_0():
     replicas = [nn.BatchNorm1d(3) for _ in range(3)]
     for rank, replica in enumerate(replicas):
         replica(torch.rand(4, 3) + rank)

@@ -1,4 +1,4 @@
-"""The benchmarks, their checks, results files, report and README summary."""
+"""Benchmarks: their checks of results, results files, the report, and the README summary."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ CANDIDATES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", SECTIONS)
-def test_dry_run_measures_section(trial, section):
+def test_dry_run_measures_all_candidates(trial, section):
     run = trial(section)
     results = run.results(section)
     assert (run.status, results.failed, results.wrong) == (0, [], [])
@@ -84,7 +84,7 @@ def test_dry_run_measures_section(trial, section):
 
 
 @pytest.mark.parametrize("effort", ["full", "quick"])
-def test_cases_name_all_candidates(effort):
+def test_benchmark_cases_cover_all_candidates(effort):
     for benchmark in SECTIONS.values():
         cases = benchmark.cases(effort)
         assert len({(case.name, case.world_size, case.dtype) for case in cases}) == len(cases)
@@ -93,7 +93,7 @@ def test_cases_name_all_candidates(effort):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("planted\nin two lines"), KeyboardInterrupt()])
-def test_error_keeps_finished_cases(trial, monkeypatch, tmp_path, error):
+def test_benchmark_error_keeps_finished_cases(trial, monkeypatch, tmp_path, error):
     measure = SECTIONS["allreduce"].measure
 
     def fail(run):
@@ -114,7 +114,7 @@ def test_error_keeps_finished_cases(trial, monkeypatch, tmp_path, error):
     assert {row.case for row in read(tmp_path / "out/allreduce.jsonl").rows} == {"4 KiB fp32"}
 
 
-def test_failed_case_skips_no_case(trial, monkeypatch):
+def test_failed_case_skips_no_other_case(trial, monkeypatch):
     right = allreduce.call_of
 
     def fail(name, comm, lists):
@@ -135,7 +135,7 @@ def test_progress_shows_section_and_time():
     assert progress.line(300.0) == f"{bar}  50%, section 2 of 2 (b), about 3 min left"
 
 
-def test_default_folder_is_new(monkeypatch, tmp_path):
+def test_default_output_folder_is_new(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert str(run_all.parse_arguments(["--quick"]).out) == "bench"
     (tmp_path / "bench").mkdir()
@@ -143,7 +143,7 @@ def test_default_folder_is_new(monkeypatch, tmp_path):
     assert run_all.parse_arguments(["--dry-run"]).out is None
 
 
-def test_wrong_sum_is_caught(trial, monkeypatch):
+def test_benchmark_reports_wrong_sum(trial, monkeypatch):
     right = allreduce.call_of
 
     def planted(name, comm, lists):
@@ -167,13 +167,13 @@ def test_wrong_sum_is_caught(trial, monkeypatch):
     assert "**Wrong results.** allreduce: 4 KiB fp32, 2 ranks, naive" in run.page
 
 
-def test_wrong_order_is_caught(trial, monkeypatch):
-    """Another order changes only the last bits of a sum."""
+def test_benchmark_reports_wrong_addition_order(trial, monkeypatch):
+    """A different order of additions changes only the last bits of a sum."""
     monkeypatch.setattr(order_cost, "rank_order", lambda terms: sums.rank_order(terms[::-1]))
     assert {row.candidate for row in trial("orders").results("orders").wrong} == {"rank"}
 
 
-def test_exact_sum_mistake_is_caught():
+def test_is_nearest_detects_one_ulp_error():
     terms = [torch.randn(100, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     exact = sum(term.double() for term in terms).float()
     assert sums.is_nearest(exact, terms)
@@ -181,7 +181,7 @@ def test_exact_sum_mistake_is_caught():
     assert not sums.is_nearest(exact, terms)
 
 
-def test_rounds_end_at_time_budget():
+def test_measurement_ends_at_time_budget():
     counts = {"a": 0, "b": 0}
 
     def sampler(name):
@@ -215,7 +215,7 @@ def timed(limit_us=None, section="allreduce", **times_us):
 @pytest.mark.parametrize(
     ("limit_us", "is_limit"), [(10.0, True), (19.9, True), (20.3, True), (20.5, False)]
 )
-def test_faster_row_removes_limit(limit_us, is_limit):
+def test_measurement_below_limit_hides_limit(limit_us, is_limit):
     results = timed(limit_us, naive=90.0, auto=20.0)
     assert limit_of(results.rows) == (limit_us * 1e-6 if is_limit else None)
     text = report_page.table(results)
@@ -223,7 +223,7 @@ def test_faster_row_removes_limit(limit_us, is_limit):
     assert ("| limit |" in text) is is_limit
 
 
-def test_speedup_uses_fastest_peer():
+def test_speedup_compares_with_fastest_library():
     results = timed(section="processes", gloo=90.0, impi=60.0, limit=7.0, bound=29.0, auto=30.0)
     results.rows += [
         replace(row, case="4 KiB", median_s=row.median_s * (3 if row.candidate == "impi" else 1))
@@ -264,7 +264,7 @@ def test_generated_files_are_up_to_date():
     ("name", "old", "new"),
     [("README.md", " times as fast", "0 times as fast"), ("docs/report.md", " ms ", "1 ms ")],
 )
-def test_check_detects_edits(copies, name, old, new, capsys):
+def test_check_detects_edited_tables(copies, name, old, new, capsys):
     text = (copies / name).read_text()
     summary = text[text.index("<!-- benchmark:summary -->" if "README" in name else "##") :]
     (copies / name).write_text(text.replace(summary, summary.replace(old, new, 1)))
@@ -274,7 +274,7 @@ def test_check_detects_edits(copies, name, old, new, capsys):
     assert (copies / name).read_text() == text
 
 
-def test_new_results_outdate_all_pages(copies):
+def test_new_results_outdate_generated_files(copies):
     path = copies / "benchmarks/results/ddp.jsonl"
     path.write_text(path.read_text().replace('_s": 0.', '_s": 1.'))
     (copies / "docs/figures/left-over.png").write_bytes(b"")

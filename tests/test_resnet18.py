@@ -57,7 +57,7 @@ class TestModel:
 
 class TestTraining:
     @pytest.mark.parametrize("options", [{"overlap": False}, {"bucket_cap_mb": 0.01}])
-    def test_run_repeats_with_any_buckets(self, small, options):
+    def test_bucket_options_keep_training_bits(self, small, options):
         result = run(small, ranks=2, **options)
         training_runs.same_results(result, run(small, ranks=2))
         assert result.state.keys() == resnet18(width=4).state_dict().keys()
@@ -154,12 +154,12 @@ def test_ranks_agree_bit_for_bit(images):
     plain = training_runs.run(images, **RESNET, ranks=3, dtype="float64")
     assert relative_error(result.params, plain.params) < 1e-9
     assert plain.state.keys() == result.state.keys()
-    for name, tensor in plain.state.items():  # running means include the skipped biases
+    for name, tensor in plain.state.items():  # running means include biases that LAST skips
         torch.testing.assert_close(tensor, result.state[name])
 
 
 @pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "gpu path"])
-def test_replicas_with_different_layouts_compare(monkeypatch, is_gpu):
+def test_mismatch_flags_ignore_memory_layout(monkeypatch, is_gpu):
     if is_gpu:
         monkeypatch.setattr(shards, "_are_on_cpu", lambda _: False)
     weight = torch.randn(6, 5, 3, 3)
@@ -172,7 +172,7 @@ def test_replicas_with_different_layouts_compare(monkeypatch, is_gpu):
     assert [bool(flag) for flag in mismatch_flags(replicas)] == [False, False, True, False]
 
 
-def test_shards_give_equal_bits_on_any_ranks():
+def test_sharded_digest_ignores_rank_count():
     few = garments(26, 10)
     options = {**LAST, **RECIPE}
     assert len({training_runs.run(few, **options, ranks=ranks).digest for ranks in (1, 2, 4)}) == 1

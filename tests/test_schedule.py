@@ -16,7 +16,7 @@ def test_ring_adds_ranks_in_order(world_size):
     # held[rank][chunk] lists the ranks in the partial sum, in order of addition.
     held = [[[rank] for _ in range(world_size)] for rank in range(world_size)]
     for step in range(2 * (world_size - 1)):
-        before = [list(chunks) for chunks in held]  # entries are replaced, never changed
+        before = [list(chunks) for chunks in held]  # the lists of ranks are never mutated
         for rank in range(world_size):
             prev = (rank - 1) % world_size
             send, _, prev_reduces = engine().ring_step(prev, world_size, step)

@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
         self.register_buffer("numbers", torch.zeros((), dtype=torch.int64))
         self.to(dtype)
-        self.mask = self.mask.float()  # differs from the dtype of the parameters
+        self.mask = self.mask.float()  # float32 for every dtype of the parameters
 
     def forward(self, x, shard):
         self.seen.fill_(True)
@@ -101,7 +101,7 @@ FITTING = [(S, k) for S, k in CASES if k == 1 or (S % k == 0 and (S // k).bit_co
 @pytest.mark.parametrize(
     ("num_shards", "num_ranks"), mostly_slow(FITTING, *(case for case in FITTING if case[0] <= 8))
 )
-def test_result_has_bits_of_tree(num_shards, num_ranks):
+def test_result_equals_tree_reduction(num_shards, num_ranks):
     replicas = make(num_ranks)
     with pr.ShardedStep(replicas, num_shards) as step:
         for n in (5 * num_shards, 3 * num_shards + 1, 2, 1):  # also fewer samples than shards
@@ -195,7 +195,7 @@ def test_buffers_are_averaged(dtype, num_ranks):
         alone(shard).backward()
         parts.append(alone.weight.grad)
     wanted = (parts[0] + parts[1]) + (parts[2] + parts[3])
-    mean = numbers * 11 / 3  # shards 0, 2 and 3 multiply by 2, 4 and 5
+    mean = numbers * 11 / 3  # shards 0, 2 and 3 multiply the buffer by 2, 4 and 5
     if dtype == torch.bool:
         mean = numbers.bool()
     elif not (dtype.is_complex or dtype.is_floating_point):
@@ -205,7 +205,7 @@ def test_buffers_are_averaged(dtype, num_ranks):
         assert torch.equal(replica.held, mean.to(dtype))
 
 
-def test_buffer_without_sums_raises():
+def test_unsummable_buffer_dtype_raises():
     net = nn.Linear(1, 1)
     net.register_buffer("held", torch.ones(3, dtype=torch.uint64))
     with pytest.raises(pr.UnsupportedError, match=r"buffer 'held' has dtype torch.uint64"):
@@ -219,7 +219,7 @@ DRAWS = {
 }
 
 
-def test_seeded_draws_have_equal_bits():
+def test_seeded_random_draws_ignore_rank_count():
     def states():
         return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tobytes()
 
@@ -235,11 +235,11 @@ def test_seeded_draws_have_equal_bits():
     assert states() == before
     assert len({total.item() for total in found[0][::2]}) == 6
     with pr.ShardedStep(pr.replicate(net, ["cpu"]), 8, seed=3) as resumed:
-        resumed.num_steps = 1  # the number of the step selects its seed
+        resumed.num_steps = 1  # the seed of a step depends on num_steps
         assert resumed(DRAWS["numpy"]) == found[0][2]
 
 
-def test_shards_draw_different_numbers():
+def test_shards_draw_different_random_numbers():
     draws = []
     with pr.ShardedStep(pr.replicate(nn.Linear(3, 3), ["cpu"] * 2), 8, seed=3) as step:
         step(lambda net, shard: draws.append(torch.rand(()).item()))
@@ -248,10 +248,10 @@ def test_shards_draw_different_numbers():
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", DRAWS)
-def test_draws_without_seed_raise(kind, num_ranks):
+def test_random_draws_without_seed_raise(kind, num_ranks):
     replicas = pr.replicate(nn.Linear(3, 3), ["cpu"] * num_ranks)
     with pr.ShardedStep(replicas, 4) as step:
-        for _ in range(2):  # also checked after a failed first step
+        for _ in range(2):  # the second step must raise too
             with pytest.raises(pr.UnsupportedError, match=r"random numbers .* give seed"):
                 step(DRAWS[kind])
         step(lambda net, shard: net.weight.sum())
@@ -315,7 +315,7 @@ def step_as_rank(rank, world_size, store, machines):
 
 
 @pytest.mark.parametrize("machines", ["aaaa", "aabb", "abcd"])
-def test_processes_have_bits_of_tree(new_rank_group, machines):
+def test_rank_processes_equal_tree_reduction(new_rank_group, machines):
     (net,) = make(1)
     wanted_grads, wanted_buffers, wanted_loss = expected(net, losses_of(37, 8), 8)
     for loss, grads, buffers in new_rank_group(4).check(step_as_rank, machines):
@@ -344,7 +344,7 @@ def differ_as_rank(rank, world_size, store, name, values):
         ("offset", (0, 0, 0, 1), "^rank 3 has parameters and buffers "),
     ],
 )
-def test_different_processes_raise(new_rank_group, name, values, words):
+def test_differences_between_processes_raise(new_rank_group, name, values, words):
     texts = new_rank_group(4).check(differ_as_rank, name, values)
     assert len(set(texts)) == 1
     assert re.search(words, texts[0])

@@ -23,7 +23,7 @@ def check(rows):
 @pytest.mark.parametrize(
     ("model", "kind"), mostly_slow(itertools.product(MODELS, KINDS), ("lenet", "float32"))
 )
-def test_bits_are_independent_of_ranks(model, kind):
+def test_sharded_training_ignores_rank_count(model, kind):
     options = {**MODELS[model], **KINDS[kind]}
     rows = {k: in_one_process(k, **options) for k in (1, 2, 8)}
     for machines in ("aa", "aaaa", "aabb"):
@@ -34,7 +34,7 @@ def test_bits_are_independent_of_ranks(model, kind):
 
 
 @pytest.mark.parametrize("model", mostly_slow(MODELS, "lenet"))
-def test_run_resumes_on_other_ranks(tmp_path, model):
+def test_run_resumes_on_other_rank_count(tmp_path, model):
     options = {"shards": 4, "momentum": 0.9, "batch_size": 20, "lr_schedule": "constant"}
     options |= MODELS[model]
     data = garments(TRAIN, TEST)
@@ -54,7 +54,7 @@ def test_run_resumes_on_other_ranks(tmp_path, model):
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["lenet", "resnet18 --width 4 --amp"])
-def test_commands_print_one_digest(model, monkeypatch):
+def test_commands_print_equal_digests(model, monkeypatch):
     options = ["--shards", "8", "--batch-size", "500", "--momentum", "0.9", "--epochs", "1"]
     words = ["-m", "pyringar", "train", *model.split(), *options, "--dataset", "synthetic"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -1,4 +1,4 @@
-"""Helpers for data parallel loops: get_params, split_batch, accuracy, equality of replicas."""
+"""Helpers of data parallel loops: get_params, split_batch, accuracy, comparison of replicas."""
 
 import functools
 
@@ -51,10 +51,10 @@ class TestSplit:
             assert [shard.tolist() for shard in shards] == [part.tolist() for part in parts]
             assert [shard.data_ptr() for shard in shards] == [part.data_ptr() for part in parts]
 
-    def test_weights_give_known_sizes(self):
+    def test_shard_sizes_follow_weights(self):
         assert shard_sizes(8, 3, [9, 9, 9]) == shard_sizes(8, 3) == [3, 3, 2]
         assert shard_sizes(10, 3, [1, 0, 2]) == [3, 0, 7]
-        # In floating point 0.1 / (0.1 + 0.2 + 0.7) of 10 may be just below 1.
+        # Rounding may make 10 * 0.1 / (0.1 + 0.2 + 0.7) less than 1; the size must still be 1.
         assert shard_sizes(10, 3, [0.1, 0.2, 0.7]) == [1, 2, 7]
 
 
@@ -76,7 +76,7 @@ class TestEvaluate:
         assert evaluate_accuracy_gpus(replicas, data) == 7 / 9
         assert seen == [4, 3, 2]
 
-    def test_modes_are_restored(self):
+    def test_training_modes_are_restored(self):
         net = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 2))
         net.train()
         net[0].eval()  # frozen batch norm must stay frozen
@@ -94,7 +94,7 @@ class TestEvaluate:
             evaluate_accuracy_gpus([net], [(torch.randn(5, 4), torch.zeros(5))])
         assert [m.training for m in net.modules()] == expected
 
-    def test_single_module_is_accepted(self):
+    def test_evaluation_accepts_single_module(self):
         net, layer, seen = nn.Identity(), nn.Linear(4, 4), []
         data = ((torch.eye(4), torch.tensor([0, 1, 2, 0])),)
         for replicas in (net, lambda scores: scores, nn.ModuleList([net, net])):
@@ -111,7 +111,7 @@ def flags_of(replicas):
 
 class TestReplicasEqual:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8])
-    def test_error_names_first_difference(self, dtype):
+    def test_mismatch_error_names_first_difference(self, dtype):
         replicas = [[torch.zeros(4, dtype=dtype), torch.zeros(5, dtype=dtype)] for _ in range(3)]
         replicas[1][1] += 1
         replicas[2][0][1:] = 2
@@ -122,7 +122,7 @@ class TestReplicasEqual:
             check_replicas_equal([[torch.zeros(1)], [-torch.zeros(1)]])
 
     @pytest.mark.parametrize("place", ["cpu", "gpu code"])
-    def test_one_changed_bit_is_found(self, monkeypatch, place):
+    def test_mismatch_flags_detect_one_bit(self, monkeypatch, place):
         monkeypatch.setattr(shards_module, "_are_on_cpu", lambda _: place == "cpu")
         generator = torch.Generator().manual_seed(7)
         dtypes = ["float32", "float16", "float64", "bfloat16", "int32", "uint8", "complex64"]
@@ -131,7 +131,7 @@ class TestReplicasEqual:
             (torch.randn(shape, generator=generator) * 9).to(getattr(torch, dtype))
             for dtype, shape in zip(dtypes, shapes, strict=True)
         ]
-        first.append(torch.randn(4, 3, generator=generator).T)  # its copies have other strides
+        first.append(torch.randn(4, 3, generator=generator).T)  # the copies below are contiguous
         first[2][3] = float("nan")
         replicas = [first, *([t.clone().contiguous() for t in first] for _ in range(2))]
         assert flags_of(replicas) == [False, False]

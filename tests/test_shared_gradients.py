@@ -21,7 +21,7 @@ import pyringar as pr
 
 N = 12  # features
 
-# Shape of a parameter, and a function from the parameter to N numbers or rows of N numbers.
+# Each row: the shape of a parameter, and a function that maps it to shape (N,) or (1, N).
 USES = {
     "whole": ((N,), lambda p: p),
     "view": ((3, 4), lambda p: p.view(N)),
@@ -49,7 +49,7 @@ class Shared(nn.Module):
         )
         self.a, self.b = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(N - 5))
         self.is_tied = draw.random() < 0.5
-        self.keeps = draw.random() < 0.5  # a residual connection
+        self.keeps = draw.random() < 0.5  # whether layers have residual connections
 
     def forward(self, x: Tensor) -> Tensor:
         terms = iter(self.terms)
@@ -78,10 +78,10 @@ def run_backward(nets: list[nn.Module], shards: list[Tensor], *, in_threads: boo
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("k", mostly_slow([1, 2, 3, 4], 3))
 def test_shared_gradients_are_copied(k, passes, in_threads, options):
-    """With two passes, plain torch adds to shared memory twice."""
+    """Without copies, a second backward would add to the shared memory twice."""
     for seed in range(5):
         nets, shards = [Shared(seed) for _ in range(k)], list(rows(k, 1 + seed % 2).chunk(k))
-        expected = [grad * passes for grad in summed(nets, shards)]  # 1 and 2: exact
+        expected = [grad * passes for grad in summed(nets, shards)]  # factors 1 and 2 are exact
         with pr.GradientBucketer(nets, **options) as bucketer:
             for step in range(4):
                 clear(nets, set_to_none=step < 2)
@@ -95,7 +95,7 @@ def test_shared_gradients_are_copied(k, passes, in_threads, options):
                     assert len({g.untyped_storage().data_ptr() for g in grads}) == len(grads)
 
 
-def test_gradient_argument_stays_unchanged():
+def test_backward_argument_stays_unchanged():
     nets = [nn.ParameterList([torch.ones(4)]) for _ in range(2)]
     with pr.GradientBucketer(nets) as bucketer:
         given = [torch.full((4,), rank + 1.0) for rank in range(2)]
@@ -138,7 +138,7 @@ def test_user_buffer_holds_gradients(is_view, options):
 
 
 def test_unshared_gradients_are_not_copied():
-    """Also fails if a torch release changes its count of storage users."""
+    """Also fails if a torch release changes the use count of a storage, which shows sharing."""
     nets = [make_net() for _ in range(2)]
     left: list[Tensor] = []
     for param in nets[0].parameters():

@@ -1,4 +1,4 @@
-"""Signals during a wait end it within 0.2 s, and fail the group on all ranks."""
+"""An exception in a signal handler ends a blocking wait within 0.2 s and fails the group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rank_processes import LONG_S, connect, value_of
 import pyringar as pr
 from pyringar.comm.background_work import Work
 
-# Limit from the signal to the end of the wait.
+# The wait must end within these seconds after the signal.
 ENDS_S = 0.2 + BUSY_S
 
 
@@ -65,11 +65,11 @@ def exit_program(state) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", mostly_slow(WAITS, *[*WAITS][1:4]))
-def test_signal_ends_wait_and_group(new_rank_group, kind):
+def test_signal_ends_wait_and_fails_group(new_rank_group, kind):
     group = new_rank_group(2)
     group.join(timeout=20)
     group[0].start(wait_with_handler, kind=kind, handler=exit_program)
-    time.sleep(0.4)  # until rank 0 waits
+    time.sleep(0.4)  # rank 0 waits in the call by then
     sent_at = time.monotonic()
     group[0].send(signal.SIGUSR1)
     outcome = group[0].outcome()
@@ -122,7 +122,7 @@ def use_group(state) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["call", "prepared call", "call after background call"])
-def test_handler_cannot_use_waiting_group(new_rank_group, kind):
+def test_signal_handler_cannot_call_waiting_group(new_rank_group, kind):
     group = new_rank_group(2)
     name = group.join(timeout=20)
     group[0].start(wait_with_handler, kind=kind, handler=use_group)
@@ -141,7 +141,7 @@ def test_handler_cannot_use_waiting_group(new_rank_group, kind):
 
 @contextlib.contextmanager
 def signal_after(seconds: float, handle) -> Iterator[None]:
-    """Send SIGUSR1 to this process once. SIGALRM belongs to pytest-timeout."""
+    """Send SIGUSR1 to this process after ``seconds``; pytest-timeout already uses SIGALRM."""
     before = signal.signal(signal.SIGUSR1, handle)
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
     timer.start()
@@ -217,7 +217,7 @@ print("the end")
 
 
 @pytest.mark.slow
-def test_daemon_threads_allow_exit():
+def test_daemon_threads_do_not_block_exit():
     for ended in run_programs(DAEMONS, [], [], []):
         assert ended.returncode == 0, ended
         assert ended.stdout == "the end\n"

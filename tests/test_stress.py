@@ -30,7 +30,7 @@ BASE_FLAGS = ("-std=c++20", "-ffp-contract=off", "-pthread", f"-I{CSRC}")
 NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 COMPILE_TIMEOUT_S = 300
 RUN_TIMEOUT_S = 600
-JOBS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # pytest-xdist uses all cores
+JOBS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # compiler processes; xdist uses all cores
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def require(*programs: str) -> None:
 
 
 def mostly_thorough(names: Iterable[str], *each_time: str) -> list[Any]:
-    """Mark all names except ``each_time`` thorough, since a build is slow."""
+    """Mark all names thorough, except the names in ``each_time``: a build is slow."""
     names = list(names)
     assert set(each_time) <= set(names), f"{each_time} are not all of {names}"
     return [
@@ -146,7 +146,7 @@ def execute(
     command = [*variant.runner, str(program), *map(str, arguments)]
     done = run(command, RUN_TIMEOUT_S)
     if "ThreadSanitizer: unexpected memory mapping" in done.stdout:
-        # The kernel randomizes more address bits than ThreadSanitizer supports: turn this off.
+        # The kernel randomizes more address bits than ThreadSanitizer supports: disable it.
         require("setarch")
         done = run(["setarch", platform.machine(), "-R", *command], RUN_TIMEOUT_S)
         if "failed to set personality" in done.stdout or "unexpected memory" in done.stdout:
@@ -165,7 +165,7 @@ def check(variant: Variant, program: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(COMPILE_TIMEOUT_S + RUN_TIMEOUT_S)
 @pytest.mark.parametrize("name", mostly_thorough(VARIANTS, "plain", "thread", "memory"))
-def test_stress_variant(stress: Callable[[Variant], Path], name: str) -> None:
+def test_stress_program_passes(stress: Callable[[Variant], Path], name: str) -> None:
     if name.startswith("x86") and platform.machine() != "x86_64":
         pytest.skip(f"for x86-64, this is {platform.machine()}")
     if "f16c" in name and not {"avx2", "f16c"} <= set(cpu_flags()):

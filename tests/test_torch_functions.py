@@ -26,11 +26,11 @@ def reduced(comm: pr.Communicator, tensors: list[torch.Tensor], times: int = 3) 
     return [tensor.flatten()[0].item() for tensor in tensors]
 
 
-def test_repeated_sum_is_right(comm: pr.Communicator) -> None:
+def test_repeated_all_reduce_is_right(comm: pr.Communicator) -> None:
     assert reduced(comm, [torch.ones(3), torch.ones(3)]) == [8, 8]
 
 
-def test_negation_is_detected(comm: pr.Communicator) -> None:
+def test_negated_view_is_detected(comm: pr.Communicator) -> None:
     first, second = torch.ones(3), torch.ones(3)
     assert reduced(comm, [first, second]) == [8, 8]
     assert reduced(comm, [torch._neg_view(first), second], times=1) == [0, 0]
@@ -47,7 +47,7 @@ def test_requires_grad_raises_in_grad_mode(comm: pr.Communicator) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sparse", "meta", "complex"])
-def test_refused_tensor_after_dense(comm: pr.Communicator, kind: str) -> None:
+def test_unsupported_tensor_after_dense_raises(comm: pr.Communicator, kind: str) -> None:
     dense = [torch.ones(3), torch.ones(3)]
     reduced(comm, dense)
     refused = {
@@ -63,7 +63,7 @@ def test_refused_tensor_after_dense(comm: pr.Communicator, kind: str) -> None:
     assert reduced(comm, dense, times=1) == [16, 16]
 
 
-def test_version_counts_calls(comm: pr.Communicator) -> None:
+def test_each_call_increments_tensor_version(comm: pr.Communicator) -> None:
     tensors = [torch.ones(3), torch.nn.Parameter(torch.ones(3), requires_grad=False)]
     before = [tensor._version for tensor in tensors]
     reduced(comm, tensors)

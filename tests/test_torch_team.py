@@ -21,8 +21,8 @@ from programs import run_fresh
 import pyringar as pr
 
 ROOT = Path(__file__).resolve().parents[1]
-RETRY_S = 40.0  # a busy machine may deschedule torch's threads, so that they miss a call
-LARGE = 1 << 21  # elements; large enough to wake sleeping helper threads
+RETRY_S = 40.0  # seconds of retries: on a busy machine torch's threads may miss a call
+LARGE = 1 << 21  # elements per tensor: enough for a call to wake helper threads
 
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 pytestmark = pytest.mark.skipif(CORES < 2, reason="needs Linux and two cores")
@@ -58,7 +58,7 @@ FAKE_LIBRARIES = {
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 @pytest.mark.parametrize("name", FAKE_LIBRARIES)
-def test_team_needs_one_openmp_runtime(tmp_path, name):
+def test_torch_threads_need_one_openmp_runtime(tmp_path, name):
     csrc, test = ROOT / "csrc", ROOT / "tests/cpp/team/team_test.cpp"
     library, program = tmp_path / "libtorch_cpu.so", tmp_path / "team_test"
     (tmp_path / "torch.cpp").write_text(FAKE_LIBRARIES[name])
@@ -75,7 +75,7 @@ def test_team_needs_one_openmp_runtime(tmp_path, name):
 
 
 @pytest.mark.parametrize("num_threads", mostly_slow([1, 2, 3, 5], 3))
-def test_thread_count_keeps_bits(torch_threads, num_threads):
+def test_result_ignores_torch_thread_count(torch_threads, num_threads):
     torch_threads(num_threads)
     with pr.Communicator(["cpu"] * 3) as comm:
         for dtype in DTYPES:
@@ -102,7 +102,7 @@ def new_threads(comm: pr.Communicator, *, async_op: bool = False) -> int:
     return len(threads() - before)
 
 
-def test_call_starts_no_thread(torch_threads):
+def test_call_starts_no_new_thread(torch_threads):
     torch_threads(2)
     end = time.monotonic() + RETRY_S
     while time.monotonic() < end:
@@ -147,13 +147,13 @@ def test_timeout_names_late_rank(torch_threads, k):
         run_torch_op()
 
 
-def test_one_torch_thread_starts_helpers(torch_threads):
+def test_async_call_starts_helper_threads(torch_threads):
     for count in (1, 2):
         torch_threads(count)
         with pr.Communicator(["cpu"] * 2) as comm:
             if count == 1:
                 assert [new_threads(comm) for _ in range(3)] == [0, 0, 0]
-            assert new_threads(comm, async_op=True) >= 2  # the background thread and a helper
+            assert new_threads(comm, async_op=True) >= 2  # background and helper threads
 
 
 def test_small_async_call_runs_in_caller():
@@ -175,7 +175,7 @@ def test_small_async_call_runs_in_caller():
         assert all(bool((tensor == 6).all()) for tensor in tensors)
 
 
-def test_user_threads_call_concurrently(torch_threads):
+def test_concurrent_calls_give_right_sums(torch_threads):
     torch_threads(2)
     start = threading.Barrier(4)
 
@@ -194,7 +194,7 @@ def test_user_threads_call_concurrently(torch_threads):
         list(users.map(work, range(4)))
 
 
-def test_parallel_region_starts_no_thread(torch_threads):
+def test_call_in_openmp_region_is_right(torch_threads):
     torch_threads(2)
     run_torch_op()
     runtime = ctypes.CDLL(None)
@@ -247,7 +247,7 @@ in_child("after the engine was loaded")
 
 @pytest.mark.slow
 def test_torch_threads_keep_denormals():
-    """Torch threads inherit flush-to-zero from the thread that starts them."""
+    """Torch threads inherit flush-to-zero from their creator, but sums must keep denormals."""
     done = run_fresh(
         """
 import torch, pyringar as pr

@@ -115,7 +115,7 @@ def test_finished_run_resumes_with_more_epochs(images, tmp_path, schedule):
 
 def test_save_elsewhere_keeps_old_checkpoint(images, saved):
     before, second = (saved / FILE).read_bytes(), saved / "second"
-    others = {"allreduce": "direct", "data_dir": "/nowhere"}  # options that do not affect bits
+    others = {"allreduce": "direct", "data_dir": "/nowhere"}  # options that do not change results
     result = go(images, {**LENET, **others}, save=second, resume=saved)
     assert (saved / FILE).read_bytes() == before
     same_results(result, go(images, LENET))
@@ -123,7 +123,7 @@ def test_save_elsewhere_keeps_old_checkpoint(images, saved):
     same_results(go(images, LENET, save=saved, resume=saved), result)
 
 
-def test_train_takes_save_and_resume(images, tmp_path, monkeypatch):
+def test_train_accepts_save_and_resume(images, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "load_data", lambda *_: images)
     first = train(2, 20, 0.1, epochs=1, save=tmp_path)
     same_results(train(2, 20, 0.1, epochs=1, resume=str(tmp_path)), first)
@@ -176,7 +176,7 @@ def test_damaged_checkpoint_raises(images, saved):
 
 
 TWO_BYTES = torch.ones(2, dtype=torch.uint8)
-# Field of the checkpoint, wrong value, and words of the error.
+# Each row: a field of the checkpoint, its wrong value, and words of the error message.
 WRONG = [
     ("recipe", None, "recipe None"),
     ("recipe lr", ..., "recipe {"),
@@ -207,8 +207,8 @@ WRONG = [
 ]
 
 
-def test_wrong_field_is_named(images, saved, monkeypatch):
-    monkeypatch.setattr(trainer_module, "batches", None)  # training would fail
+def test_error_names_wrong_checkpoint_field(images, saved, monkeypatch):
+    monkeypatch.setattr(trainer_module, "batches", None)  # training would raise another error
     content = (saved / FILE).read_bytes()
     start = len(checkpoint._FIRST_LINE)
     for field, value, words in WRONG:
@@ -235,14 +235,14 @@ def test_save_refuses_existing_checkpoint(images, saved):
     assert (saved / FILE).read_bytes() == before
 
 
-def test_second_run_raises(images):
+def test_second_trainer_run_raises(images):
     with Trainer(TrainConfig(**{**LENET, "epochs": 1}), images) as trainer:
         trainer.run()
         with pytest.raises(RingarError, match="run was called before: make another Trainer"):
             trainer.run()
 
 
-def test_constant_rate_allows_second_run(images):
+def test_constant_learning_rate_allows_second_run(images):
     options = {**LENET, "lr_schedule": "constant"}
     whole = go(images, {**options, "epochs": 2})
     with Trainer(TrainConfig(**{**options, "epochs": 1}), images) as trainer:
@@ -251,7 +251,7 @@ def test_constant_rate_allows_second_run(images):
     check_replicas_equal([halves[1].params, whole.params])
 
 
-def test_other_torch_or_threads_are_logged(images, saved, caplog, monkeypatch):
+def test_resume_logs_changed_torch_or_threads(images, saved, caplog, monkeypatch):
     go(images, LENET, 3, resume=saved)
     assert not caplog.records
     threads = torch.get_num_threads()
@@ -275,7 +275,7 @@ def test_failed_write_keeps_last_checkpoint(images, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         real(descriptor)
 
-    (tmp_path / f".{FILE}.new").write_bytes(b"half" * 10**6)  # left by a killed process
+    (tmp_path / f".{FILE}.new").write_bytes(b"half" * 10**6)  # a killed process leaves this
     monkeypatch.setattr(checkpoint.os, "fsync", full)
     with pytest.raises(RingarError, match=r"checkpoint\.bin' cannot be written: No space left"):
         go(images, LENET, on_epoch=told.append, save=tmp_path)
@@ -312,7 +312,7 @@ def run_command(command, stop=None, after=0):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_killed_commands_resume_elsewhere(tmp_path):
+def test_killed_run_resumes_with_other_processes(tmp_path):
     """Kill a run in each epoch, and resume it each time with another number of processes."""
     folder, files = tmp_path / "run", [tmp_path / "whole.pt", tmp_path / "resumed.pt"]
     whole, status = run_command([*ALONE, "--out", str(files[0])])

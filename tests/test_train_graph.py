@@ -42,8 +42,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.num_warm_ups = self.num_replays = 0
         self.is_recording = False
-        self.calls: list[Function] = []  # recorded by the latest capture
-        self._own: set[int] = set()  # memory allocated during the capture
+        self.calls: list[Function] = []  # operators and reductions of the latest capture
+        self._own: set[int] = set()  # addresses allocated during the capture
         # Storages that existed before the capture, with copies of their content.
         self._before: dict[int, tuple[Any, Any]] = {}
 
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
 
         def again() -> None:
             for old, new in zip(outputs, pytree.tree_leaves(func(*args, **kwargs)), strict=True):
-                # Equal pointers: the operator made a view or worked in place.
+                # With equal pointers the operator made a view or worked in place: copy nothing.
                 if old is not None and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
@@ -107,7 +107,7 @@ class InOrder(graph.RankStreams):
 
 
 class Caller(Recorder):
-    """A capture whose replay calls the function again."""
+    """Fake CUDA graph: a replay calls the captured function again."""
 
     def record(self, function: Function) -> Function:
         return functools.partial(self.replay, [torch.enable_grad()(function)])
@@ -156,7 +156,7 @@ MORE_RUNS = [
     {"ranks": 2, "amp": True},
     {"ranks": 4, "allreduce": "direct", "dtype": "float64"},
     {"ranks": 2, "lr_schedule": "constant", "overlap": False},
-    {"ranks": 2, "batch_size": 25},  # all batches have one size
+    {"ranks": 2, "batch_size": 25},  # all batches have equal sizes
     {"ranks": 5, **RESNET, "epochs": 2, "batch_size": 3, "init": "book"},
 ]
 
@@ -177,7 +177,7 @@ def test_sync_batch_norm_is_captured(data, caller):
     same_results(replayed, run(data, **options))
 
 
-def test_divergence_between_replays_raises(data, recorder):
+def test_replica_divergence_between_replays_raises(data, recorder):
     steps = []
 
     def slip():
@@ -198,7 +198,7 @@ def test_divergence_between_replays_raises(data, recorder):
 # -- streams ---------------------------------------------------------------------------------------
 
 
-def test_step_reduces_after_join(monkeypatch, data):
+def test_step_reduces_after_streams_join(monkeypatch, data):
     log: list[tuple[str, ...]] = []
 
     class Stream:
@@ -251,7 +251,7 @@ def test_step_reduces_after_join(monkeypatch, data):
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def test_cpu_ranks_raise_before_loading(monkeypatch, capsys):
+def test_graph_on_cpu_raises_before_loading(monkeypatch, capsys):
     monkeypatch.setattr(trainer_module, "load_data", None)
     monkeypatch.setattr(train_group, "Communicator", None)
     assert main(["train", "lenet", "--devices", "cpu,cpu", "--cuda-graph"]) == 2
@@ -259,7 +259,7 @@ def test_cpu_ranks_raise_before_loading(monkeypatch, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_several_devices_or_trace_raise():
+def test_graph_refuses_several_devices_or_trace():
     gpu, other = torch.device("cuda:0"), torch.device("cuda:1")
     with pytest.raises(ArgumentError, match=r"the ranks run on \[cuda:0, cuda:1\]"):
         graph.check_ranks([gpu, other], None)

@@ -51,12 +51,12 @@ def parse(*arguments):
     return vars(parser.parse_args(["train", "lenet", *arguments]))
 
 
-def test_options_match_train_config():
+def test_command_options_match_train_config():
     commands = argparse.ArgumentParser().add_subparsers()
     cli_train.add_parser(commands)
     actions = {action.dest: action for action in commands.choices["train"]._actions}
     defaults = {field.name: getattr(TrainConfig(), field.name) for field in fields(TrainConfig)}
-    del defaults["dtype"]  # no option of the command
+    del defaults["dtype"]  # the command has no --dtype
     assert defaults.keys() <= actions.keys()
     defaults["ranks"] = TrainConfig().world_size
     for name, default in defaults.items():
@@ -144,7 +144,7 @@ def test_unwritable_outputs_raise_before_training(capsys, tmp_path, name, monkey
     assert sorted(os.listdir(tmp_path)) == sorted(["file", f"folder{ending}"]), "no file is left"
 
 
-def test_resume_errors_name_the_flag(capsys, tmp_path, monkeypatch):
+def test_resume_errors_name_command_flag(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*LENET, "--weights", "3,1", "--no-overlap", "--save", "run"]) == 0
     for options, words in [
@@ -228,7 +228,7 @@ def test_interrupted_training_explains_resume(capsys, tmp_path, monkeypatch, cap
         ("resnet18 --width 4 --batchnorm sync --amp", "ResNet-18 of width 4, sync batch norm, 44,"),
     ],
 )
-def test_command_prints_choices_and_curve(capsys, tmp_path, monkeypatch, options, words):
+def test_train_command_prints_options_and_epochs(capsys, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
     files = {"plot": "p.png", "trace": "t.json", "out": "m.pt", "log": "l.csv", "save": "run"}
     options = [*options.split(), *(f"--{name}={file}" for name, file in files.items())]
@@ -254,7 +254,7 @@ def test_header_names_algorithm_without_internals(capsys):
     assert not any("bytes" in line for line in lines)
 
 
-def test_small_process_plan_is_direct():
+def test_exchange_plan_is_described_as_direct():
     with pr.Communicator(["cpu"] * 2) as comm:
         plan = replace(comm.plan(1000), algorithm="exchange")
     assert train_output.describe_plan(plan).startswith("direct: every rank sums a slice")
@@ -276,7 +276,7 @@ def test_progress_is_logged_every_ten_seconds(caplog, monkeypatch):
 
 
 def fake_run(monkeypatch, steps, step_s, cpu_share, **config):
-    """Display steps of ``step_s`` seconds on a fake clock."""
+    """Display the progress of steps that take ``step_s`` seconds on a fake clock."""
     clock = SimpleNamespace(now_s=0.0)
     fake = SimpleNamespace(
         monotonic=lambda: clock.now_s, process_time=lambda: clock.now_s * cpu_share
@@ -306,7 +306,7 @@ def test_busy_machine_warns_once(monkeypatch, caplog, share, times):
     assert caplog.text.count("other programs use the cores, so this is slower") == times
 
 
-def test_idle_ranks_warn(caplog, few_images):
+def test_ranks_without_images_warn(caplog, few_images):
     with Trainer(TrainConfig(70, 64), few_images):
         pass
     assert "6 of 70 ranks get no image of a batch of 64; use at most 64 ranks" in caplog.text
@@ -345,7 +345,7 @@ def trace():
     return made
 
 
-def test_save_and_load_roundtrip(trace, tmp_path):
+def test_trace_survives_save_and_load(trace, tmp_path):
     trace.save(tmp_path / "t.json")
     again = Trace.load(tmp_path / "t.json")
     assert len(again.spans) == len(trace.spans) == 36
@@ -360,7 +360,7 @@ def test_save_and_load_roundtrip(trace, tmp_path):
     assert all(e["dur"] >= 0 and e["tid"] == (e["cat"] == "bucket") for e in spans)
 
 
-def test_command_prints_table_and_json(trace, tmp_path, capsys):
+def test_trace_command_prints_table_and_json(trace, tmp_path, capsys):
     file, trace.title = tmp_path / "t.json", "a net, 2 ranks"
     trace.save(file)
     assert main(["trace", str(file)]) == 0
@@ -375,7 +375,7 @@ def test_command_prints_table_and_json(trace, tmp_path, capsys):
         "2.00",
         "1.00",
         "2.00",
-    ]  # buckets overlap the wait by 2 ms
+    ]  # the bucket and wait spans overlap by 2 ms
     assert [line.split() for line in lines[2:6]] == [[n, *one] for n in ("0", "1", "2", "mean")]
     assert main(["trace", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -384,7 +384,7 @@ def test_command_prints_table_and_json(trace, tmp_path, capsys):
     assert [found["mean"][f"{name}_ms"] for name in COLUMNS] == pytest.approx(list(map(float, one)))
 
 
-def test_table_without_buckets_omits_them(trace):
+def test_trace_table_omits_missing_buckets(trace):
     assert "bucket:" in str(trace)
     trace.spans = [span for span in trace.spans if span.category != "bucket"]
     assert "bucket" not in str(trace)
@@ -402,7 +402,7 @@ def test_table_without_buckets_omits_them(trace):
         ("lenet", {"shards": 6}),
     ],
 )
-def test_trainer_records_phases_of_all_ranks(model, options):
+def test_trace_has_phases_of_all_ranks(model, options):
     config = TrainConfig(3, 20, epochs=1, model=model, **options)
     trace = Trace()
     with Trainer(config, garments(40, 10), trace=trace) as trainer:
@@ -457,6 +457,6 @@ def test_malformed_traces_raise(tmp_path, capsys):
         assert len(line) < 300
 
 
-def test_unreadable_file_raises(tmp_path):
+def test_unreadable_trace_file_raises(tmp_path):
     with pytest.raises(pr.ArgumentError, match=f"{tmp_path} cannot be read: Is a directory"):
         Trace.load(tmp_path)

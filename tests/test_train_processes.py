@@ -35,7 +35,7 @@ def as_rank(rank, world_size, store, options, folders):
 
 RUNS = [
     LENET,
-    {**LENET, "batch_size": 74},  # the last batch has one image, so a rank gets none
+    {**LENET, "batch_size": 74},  # the last batch has one image: one rank has no image
     RESNET,
 ]
 BOOK = {"batch_size": 37, "bucket_cap_mb": 0.01, "dtype": "float64", "init": "book"}
@@ -48,7 +48,7 @@ MORE_RUNS = [
 
 
 @pytest.mark.parametrize("options", mostly_slow([*RUNS, *MORE_RUNS], *RUNS), ids=str)
-def test_processes_have_bits_of_one_process(pool, options):
+def test_rank_processes_match_one_process(pool, options):
     alone = run(garments(75, 30), ranks=2, **options)
     answers = pool.check(as_rank, options, {})
     for result, digest in answers:
@@ -58,7 +58,7 @@ def test_processes_have_bits_of_one_process(pool, options):
 
 
 @pytest.mark.parametrize("options", [LENET, {**RESNET, "weights": (3, 1)}], ids=str)
-def test_resume_in_processes_and_back(pool, tmp_path, options):
+def test_resume_works_across_process_counts(pool, tmp_path, options):
     options = {**options, "lr_schedule": "constant", "momentum": 0.9}
     data, first = garments(75, 30), {**options, "epochs": 1}
     whole = run(data, ranks=2, **options)
@@ -110,7 +110,7 @@ def refused_as_rank(rank, world_size, store, options):
     return str(caught.value)
 
 
-def test_options_of_one_process_raise(pool):
+def test_single_process_options_raise(pool):
     for options, words in [
         ({"ranks": 3}, "ranks is 3, but there are 2 processes"),
         (
@@ -143,7 +143,7 @@ def load_as_rank(rank, world_size, store, outcome):
     return times
 
 
-def test_rank_0_loads_first(pool):
+def test_rank_0_loads_images_first(pool):
     first, second = pool.check(load_as_rank, "works")
     assert first[1] <= second[0]
     first, second = pool.check(load_as_rank, "fails")
@@ -152,7 +152,7 @@ def test_rank_0_loads_first(pool):
     assert "rank 0 could not load the images: UnsupportedError: no images here" in second[1]
 
 
-def test_torchrun_sets_number_of_processes(monkeypatch):
+def test_num_processes_reads_world_size_variable(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert num_processes() == 1
     monkeypatch.setenv("WORLD_SIZE", "4")

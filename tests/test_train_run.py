@@ -32,14 +32,14 @@ def small():
     return garments(200, 100)
 
 
-@pytest.mark.timeout(400)  # takes 5 s, but over a minute on a busy machine
+@pytest.mark.timeout(400)  # a run takes 5 s, but over a minute on a busy machine
 @pytest.mark.parametrize("name", GATE)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(n, marks=pytest.mark.thorough if n else pytest.mark.slow) for n in range(5)],
 )
-def test_model_learns(request, name, num_ranks, seed):
+def test_model_reaches_accuracy_and_loss(request, name, num_ranks, seed):
     options, accuracy, loss = GATE[name]
     data = garments(1500, 400)
     if "real" in name:
@@ -56,7 +56,7 @@ def test_run_repeats_bit_by_bit(small):
     assert run(small, ranks=3, epochs=2, seed=5).digest != first.digest
 
 
-def test_rank_counts_agree_in_float64(small):
+def test_float64_training_ignores_rank_count(small):
     options = {"dtype": "float64", "epochs": 2, "batch_size": 24}
     alone = run(small, ranks=1, **options)
     assert all(param.dtype == torch.float64 for param in alone.params)
@@ -123,7 +123,7 @@ def test_missing_device_raises_before_loading(monkeypatch):
         train(1, 64, 0.1, devices=["cuda:93"])
 
 
-def test_divergence_names_the_step(small, monkeypatch):
+def test_divergence_error_names_step(small, monkeypatch):
     real, steps = step_module.mismatch_flags, []
 
     def flags_after_a_slip(replicas):
@@ -190,7 +190,7 @@ def test_unknown_train_option_raises():
         train(2, 64, 0.1, nesterov=True)
 
 
-def test_defaults_depend_on_other_choices():
+def test_config_defaults_depend_on_other_options():
     assert (TrainConfig().world_size, TrainConfig().init) == (2, "he")
     assert TrainConfig(devices=("cpu",) * 3).world_size == 3
     assert TrainConfig(model="resnet18").init == "default"
@@ -214,11 +214,11 @@ def test_linear_schedule_falls_to_zero():
 )
 def test_ranks_are_spread_over_gpus(monkeypatch, ranks, gpus, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(devices_module, "Communicator", mock.Mock())  # accepts GPUs
+    monkeypatch.setattr(devices_module, "Communicator", mock.Mock())  # a fake that accepts GPUs
     assert describe_devices(choose_devices(ranks)) == expected
 
 
-def test_gpus_without_engine_stay_idle(monkeypatch, caplog):
+def test_gpus_without_cuda_engine_stay_idle(monkeypatch, caplog):
     refusal = mock.Mock(side_effect=UnsupportedError("an engine for CPU ranks only"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(devices_module, "Communicator", refusal)

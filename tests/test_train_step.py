@@ -34,7 +34,7 @@ def batch_of(n, dtype=torch.float32, seed=5):
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Numbers of images and ranks, and weights of the ranks. 61 is not divisible by 2, 4 or 8.
+# Each row: images, ranks, weights of the ranks. 61 is not divisible by 2, 4 or 8.
 SPLITS = [(61, k, None) for k in (1, 2, 4, 8)] + [(n, 8, None) for n in (1, 7)]
 SPLITS += [(64, len(w), w) for w in [(192, 64), (255, 1), (1, 0, 2)]]
 
@@ -43,7 +43,7 @@ SPLITS += [(64, len(w), w) for w in [(192, 64), (255, 1), (1, 0, 2)]]
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)], ids=str
 )
-def test_any_split_equals_one_rank(n, num_ranks, weights, dtype, tolerance):
+def test_any_batch_split_equals_one_rank(n, num_ranks, weights, dtype, tolerance):
     images, labels = batch_of(n, dtype)
     replicas, (alone,) = make_replicas(num_ranks, dtype), make_replicas(1, dtype)
     loss = sum_loss(lenet(images, alone), labels)
@@ -77,7 +77,7 @@ def trajectory(num_ranks, dtype, algorithm, order="rank"):
 
 
 @pytest.mark.parametrize("dtype", mostly_slow(DTYPES, *DTYPES[:2]), ids=str)
-def test_algorithms_in_rank_order_give_equal_bits(dtype):
+def test_rank_order_algorithms_give_equal_bits(dtype):
     expected = trajectory(3, dtype, "naive")
     for algorithm in ("fused", "direct", "sharded", "auto"):
         check_replicas_equal([expected, trajectory(3, dtype, algorithm)])
@@ -86,7 +86,7 @@ def test_algorithms_in_rank_order_give_equal_bits(dtype):
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"bucket_cap_mb": 0.05}])
-def test_bucketer_has_bits_of_one_call(options):
+def test_bucketed_step_equals_train_batch(options):
     images, labels = batch_of(26)
     ours, theirs = make_replicas(3), make_replicas(3)
 
@@ -115,7 +115,7 @@ def test_sgd_rounds_product_before_subtraction():
     param = torch.tensor([1.0], requires_grad=True)
     param.grad = torch.tensor([1 + 2.0**-12])
     sgd([param], 1 + 2.0**-12)
-    # 1 - fl(1 + 2^-11 + 2^-24): a fused multiply-add would also subtract 2^-24.
+    # The product 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11; a fused multiply-add would not round.
     assert param.item() == -(2.0**-11)
 
 
@@ -132,7 +132,7 @@ def test_wrong_arguments_raise():
 
 
 class TestLenet:
-    def test_initial_parameters(self):
+    def test_initial_parameters_follow_init_option(self):
         def draw(*options, dtype=torch.float32):
             generator = torch.Generator().manual_seed(7)
             return lenet_params(*options, generator=generator, dtype=dtype)

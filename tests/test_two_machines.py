@@ -1,6 +1,6 @@
-"""torchrun on two machines that are network namespaces; counts the bytes between them.
+"""Run torchrun on two network namespaces, as on two machines, and count the bytes between them.
 
-Needs root and `ip` (iproute2), else the tests are skipped.
+Without root or `ip` (iproute2) the tests are skipped.
 """
 
 import json
@@ -91,7 +91,7 @@ def torchrun(machines, *program: str) -> list[str]:
     return [out for out, _ in answers]
 
 
-def test_each_byte_crosses_once(machines, tmp_path):
+def test_partial_sums_cross_network_once(machines, tmp_path):
     program = tmp_path / "steps.py"
     program.write_text(STEPS)
     torchrun(machines, str(program), str(tmp_path))
@@ -104,11 +104,11 @@ def test_each_byte_crosses_once(machines, tmp_path):
     nbytes = 16_000_000
     for row in rows:
         assert row["handed"] == pytest.approx(nbytes / 2, rel=0.001)
-    for row in (rows[0], rows[2]):  # each machine sends its sum once, with TCP headers
+    for row in (rows[0], rows[2]):  # each machine sends its partial sum once, plus TCP headers
         assert row["crossed"] == pytest.approx(nbytes, rel=0.06)
 
 
-def test_shards_have_bits_of_one_rank(machines):
+def test_sharded_training_matches_one_rank(machines):
     options = ["--dataset", "synthetic", "--epochs", "1", "--batch-size", "1000", "--shards", "8"]
     first, second = torchrun(machines, "-m", "pyringar", "train", "lenet", *options)
     assert second == "", "rank 0 alone prints"

@@ -1,4 +1,4 @@
-"""Without compiler and engine plain torch algorithms run; other calls raise."""
+"""Without a compiler and an engine, only the algorithms in plain torch run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_plain_torch_algorithms_run_and_warn(no_compiler, caplog, algorithm, dty
 
 
 def test_engine_calls_raise_without_compiler(no_compiler, monkeypatch):
-    # A process in which nobody has called allreduce yet.
+    # Simulate a process that has not called pr.allreduce yet.
     monkeypatch.setattr(default_group, "_default", type(default_group._default)())
     with pytest.raises(CompilerNotFoundError):
         pr.Communicator(["cpu"] * 3)

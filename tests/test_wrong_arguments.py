@@ -1,4 +1,4 @@
-"""Each public callable raises an ArgumentError that names a wrong argument."""
+"""Each public callable raises an ArgumentError that names the wrong argument."""
 
 import functools
 import inspect
@@ -56,7 +56,7 @@ def alone(**options: Any) -> None:
     process(torch.distributed.HashStore(), 0, 1, **options)
 
 
-# Callable, the argument that its message names, what of WRONG is right there, and the call.
+# Each row: a callable, an argument, the keys of WRONG that are valid for it, and the call.
 CASES: list[tuple[Any, str, set[str], Callable[[Any], Any]]] = [
     (pr.allreduce, "tensors", set(), lambda v: pr.allreduce(v)),
     (pr.allreduce, "op", set(), lambda v: pr.allreduce(ones(), v)),
@@ -144,7 +144,7 @@ def name_of(case: Any) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_wrong_argument_is_named(case):
+def test_error_names_wrong_argument(case):
     _, argument, right, call = case
     for kind, value in WRONG.items():
         if kind in right:
@@ -156,7 +156,7 @@ def test_wrong_argument_is_named(case):
         assert not re.search(r"\ba (int|object|ndarray)\b|NoneType|\b1 entries", text), text
 
 
-def test_table_has_every_public_callable():
+def test_cases_cover_every_public_callable():
     public = {name: getattr(pr, name) for name in pr.__all__}
     callables = {
         name
@@ -183,6 +183,6 @@ def test_error_suggests_nearest_name(call, near):
         call()
 
 
-def test_far_name_gets_no_hint():
+def test_unrelated_name_gets_no_suggestion():
     with pytest.raises(pr.ArgumentError, match=r"expected one of (?!.*did you mean)"):
         ranks().all_reduce(ones(), "xyzzy")

@@ -18,7 +18,7 @@ from pyringar.engine import build, load
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Path of a new cache; PYRINGAR_* and CXX are unset."""
+    """Return the path of a new engine cache; unset CXX, CUDA_HOME and PYRINGAR_*."""
     for name in ("CXX", "CUDA_HOME", *os.environ):
         if name in ("CXX", "CUDA_HOME") or name.startswith("PYRINGAR_"):
             monkeypatch.delenv(name, raising=False)
@@ -28,7 +28,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tiny(tmp_path):
-    """Sources of an engine whose value() is 42."""
+    """Return the recipe of a tiny engine with a function value() that returns 42."""
     root = tmp_path / "csrc"
     for layer in ("bindings", "cpu", "core"):
         (root / layer).mkdir(parents=True)
@@ -39,7 +39,7 @@ def tiny(tmp_path):
 
 @pytest.fixture
 def tiny_cuda(tiny, monkeypatch):
-    """Sources of a tiny CUDA engine for one architecture."""
+    """Return the recipe of a tiny CUDA engine for one architecture."""
     monkeypatch.setenv("PYRINGAR_CUDA_ARCHS", "9.0")
     (tiny.root() / "cuda").mkdir()
     (tiny.root() / "cuda/kernel.cu").write_text(KERNEL_CU)
@@ -49,7 +49,7 @@ def tiny_cuda(tiny, monkeypatch):
 
 @pytest.fixture
 def python(tmp_path):
-    """Python of a new virtual environment, with all installed packages except pyringar."""
+    """Return the Python of a new virtual environment with all packages except pyringar."""
     home = tmp_path / "venv"
     venv.create(home, with_pip=True)
     found = home / "bin" / "python"
@@ -66,7 +66,7 @@ def python(tmp_path):
 
 @pytest.fixture
 def wrapper(tmp_path, cache, monkeypatch):
-    """Set CXX to a script that runs shell lines, then the compiler; return its log."""
+    """Return a function that sets CXX to shell lines plus the compiler, and returns its log."""
 
     def make(lines: str) -> Path:
         log = tmp_path / "compiler.log"

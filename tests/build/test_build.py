@@ -41,7 +41,7 @@ from pyringar.errors import BuildError, CompilerNotFoundError
 
 
 @needs_compiler
-def test_second_call_finds_engine(cache, tiny):
+def test_second_build_call_finds_cached_engine(cache, tiny):
     assert build.find_engine(tiny) is None
     assert not cache.exists(), "looking for an engine must write nothing"
     built = build.ensure_engine(tiny)
@@ -54,7 +54,7 @@ def test_second_call_finds_engine(cache, tiny):
 
 
 @needs_compiler
-def test_key_covers_content_and_toolchain(cache, tiny, monkeypatch, wrapper):
+def test_cache_key_covers_sources_and_toolchain(cache, tiny, monkeypatch, wrapper):
     root = tiny.root()
 
     def folder(recipe=tiny):
@@ -98,7 +98,7 @@ def test_edit_during_build_rebuilds(cache, tiny, wrapper):
 
 @needs_compiler
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_cxx_with_launcher_and_arguments(cache, tiny, tmp_path, monkeypatch, compiler):
+def test_cxx_may_have_launcher_and_arguments(cache, tiny, tmp_path, monkeypatch, compiler):
     launcher = script(tmp_path / "ccache", 'exec "$@"')
     monkeypatch.setenv("CXX", f"{launcher} {compiler} -DEXTRA='(1 + 7)'")
     assert len(toolchain.find_compiler().identity) == 2, "the key must cover launcher and compiler"
@@ -108,7 +108,7 @@ def test_cxx_with_launcher_and_arguments(cache, tiny, tmp_path, monkeypatch, com
 
 
 @needs_compiler
-def test_paths_with_odd_characters(tmp_path, tiny, monkeypatch, cache):
+def test_paths_may_have_special_characters(tmp_path, tiny, monkeypatch, cache):
     odd = tmp_path / "a b$c:d'e"
     shutil.copytree(tiny.root(), odd / "csrc")
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", str(odd / "cache"))
@@ -116,7 +116,7 @@ def test_paths_with_odd_characters(tmp_path, tiny, monkeypatch, cache):
 
 
 @needs_compiler
-def test_refused_cpu_flag_is_left_out(cache, tiny, wrapper, caplog):
+def test_unsupported_cpu_flag_is_omitted(cache, tiny, wrapper, caplog):
     wrapper('case "$*" in *native*) echo "unknown option native" >&2; exit 1;; esac')
     built = build.ensure_engine(tiny)
     assert load_engine(built).value() == 42
@@ -140,7 +140,7 @@ def test_four_processes_build_once(cache, tiny, wrapper):
 
 
 @needs_compiler
-def test_build_after_killed_build(cache, tiny, tmp_path, wrapper):
+def test_build_succeeds_after_killed_build(cache, tiny, tmp_path, wrapper):
     slow = tmp_path / "slow"
     log = wrapper(f'case "$*" in *module.cpp*) [ -e {slow} ] && exec sleep 2;; esac')
     slow.touch()
@@ -160,7 +160,7 @@ def test_build_after_killed_build(cache, tiny, tmp_path, wrapper):
 
 
 @needs_compiler
-def test_lock_wait_warns_and_ends(cache, tiny, monkeypatch, caplog):
+def test_lock_wait_warns_and_times_out(cache, tiny, monkeypatch, caplog):
     from filelock import FileLock
 
     other = cache / "tmp-_cuda_engine-1"
@@ -197,14 +197,14 @@ def test_missing_compiler_error_names_package(cache, tiny, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("cxx", ["/no/such/g++ -O1", "ccache", "g++ 'open"])
-def test_missing_cxx_raises(cache, monkeypatch, cxx):
+def test_invalid_cxx_variable_raises(cache, monkeypatch, cxx):
     monkeypatch.setenv("CXX", cxx)
     with pytest.raises(CompilerNotFoundError, match="CXX="):
         toolchain.find_compiler()
 
 
 @needs_compiler
-def test_built_engine_serves_without_compiler(cache, tiny, tmp_path, monkeypatch):
+def test_cached_engine_needs_no_compiler(cache, tiny, tmp_path, monkeypatch):
     build.ensure_engine(tiny)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build.ensure_engine(tiny).origin == "cache"
@@ -220,7 +220,7 @@ def test_built_engine_serves_without_compiler(cache, tiny, tmp_path, monkeypatch
         ("*-shared*|*-bundle*", "cannot link", ["build.log"]),
     ],
 )
-def test_broken_compiler_output_is_shown(cache, tiny, wrapper, arguments, output, advice):
+def test_error_shows_failed_compiler_output(cache, tiny, wrapper, arguments, output, advice):
     wrapper(f'case "$*" in {arguments}) echo {output}; exit 1;; esac')
     error = refusal(tiny)
     assert [words for words in (output, *advice) if words not in error] == []
@@ -233,7 +233,7 @@ def test_broken_compiler_output_is_shown(cache, tiny, wrapper, arguments, output
 
 
 def pretend_wheel(recipe: build.Recipe, **changes: Any) -> Path:
-    """Create the files of a wheel's engine beside the sources."""
+    """Create the files of an engine that a wheel contains, beside the sources."""
     folder = recipe.root().parent / build._IN_WHEEL / recipe.kind.module
     folder.mkdir(parents=True, exist_ok=True)
     content = replace(recipe, baseline=True).content() | changes
@@ -270,7 +270,7 @@ def test_prebuild_compiles_for_any_cpu(tiny, tmp_path, monkeypatch):
 
 
 @needs_compiler
-def test_native_engine_replaces_wheel(cache, tiny, caplog):
+def test_native_engine_overrides_wheel_engine(cache, tiny, caplog):
     path = pretend_wheel(tiny)
     native = build.build_engine(tiny)
     found = build.ensure_engine(tiny)
@@ -282,7 +282,7 @@ def test_native_engine_replaces_wheel(cache, tiny, caplog):
 
 @pytest.mark.parametrize("changes", [{"sources": "other"}, {"flags": []}])
 @needs_compiler
-def test_wheel_engine_mismatch_is_ignored(cache, tiny, caplog, changes):
+def test_mismatched_wheel_engine_is_ignored(cache, tiny, caplog, changes):
     caplog.set_level(logging.INFO)
     pretend_wheel(tiny, **changes)
     assert load(tiny).value() == 42
@@ -297,7 +297,7 @@ ARM = "Features\t: fp asimd sve\nCPU part\t: 0xd40\n\nFeatures\t: fp asimd\nCPU 
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no /proc/cpuinfo")
-def test_read_cpu(tmp_path):
+def test_read_cpu_returns_common_features(tmp_path):
     file = tmp_path / "cpuinfo"
     assert toolchain.read_cpu(str(file)).features == ()
     file.write_text(X86)
@@ -314,7 +314,7 @@ def test_read_cpu(tmp_path):
 
 
 @needs_compiler
-def test_threads_load_one_engine(cache, tiny, unloaded, monkeypatch):
+def test_threads_load_engine_once(cache, tiny, unloaded, monkeypatch):
     built, calls = build.ensure_engine(tiny), []
     assert loading.loaded_engine() is None
 
@@ -331,7 +331,7 @@ def test_threads_load_one_engine(cache, tiny, unloaded, monkeypatch):
 
 
 @needs_compiler
-def test_unloadable_engine_suggests_force(cache, tiny, unloaded, monkeypatch):
+def test_unloadable_engine_error_suggests_force(cache, tiny, unloaded, monkeypatch):
     built = build.ensure_engine(tiny)
     built.path.write_bytes(b"no machine code")
     monkeypatch.setattr(build, "ensure_engine", lambda recipe: built)
@@ -342,7 +342,7 @@ def test_unloadable_engine_suggests_force(cache, tiny, unloaded, monkeypatch):
     assert loading.loaded_engine() is None
 
 
-def test_import_neither_builds_nor_loads(cache):
+def test_import_does_not_load_engine(cache):
     code = (
         "import sys, time, torch; t = time.process_time(); import pyringar; "
         "print(time.process_time() - t, 'pyringar._engine' in sys.modules)"
@@ -359,7 +359,7 @@ def test_import_neither_builds_nor_loads(cache):
 # --- the command line ---
 
 
-def test_info_builds_nothing(cache, tmp_path, monkeypatch, capsys):
+def test_info_command_builds_no_engine(cache, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["info"]) == 0
     report = capsys.readouterr().out
@@ -368,7 +368,7 @@ def test_info_builds_nothing(cache, tmp_path, monkeypatch, capsys):
 
 
 @needs_compiler
-def test_build_command(cache, tiny, unloaded, monkeypatch, capsys, caplog):
+def test_build_command_reports_cached_engine(cache, tiny, unloaded, monkeypatch, capsys, caplog):
     monkeypatch.setattr(build.Recipe, "root", lambda self: self.source_root or tiny.source_root)
     caplog.set_level(logging.INFO)
 

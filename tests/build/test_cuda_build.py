@@ -64,12 +64,12 @@ def test_cuda_engine_imports_without_gpu(cache, tiny_cuda, unloaded, monkeypatch
     assert module is load.cuda_engine() is load.loaded_cuda_engine()
     assert asked == [_build.CUDA]
     assert load.loaded_engine() is None
-    # With or without a GPU or driver, the calls return a status.
+    # Both functions return a CUDA status, with or without a GPU or driver.
     for error in (module.count_error(), module.launch_error()):
         assert re.fullmatch("cuda(Success|Error[A-Za-z]+)", error)
 
 
-def test_engines_have_separate_keys(cache, tiny_cuda):
+def test_cpu_and_cuda_keys_are_separate(cache, tiny_cuda):
     root = tiny_cuda.root()
     cpu = _build.Recipe(root)
 
@@ -91,7 +91,7 @@ def test_engines_have_separate_keys(cache, tiny_cuda):
 
 @needs_nvcc
 @needs_compiler
-def test_key_covers_archs_and_nvcc(cache, tiny_cuda, monkeypatch, nvcc_in):
+def test_cache_key_covers_archs_and_nvcc(cache, tiny_cuda, monkeypatch, nvcc_in):
     def folder():
         plan = _compile.plan_build(tiny_cuda, tiny_cuda.content())
         return _build._key(plan).split("-")
@@ -117,7 +117,7 @@ def test_key_covers_archs_and_nvcc(cache, tiny_cuda, monkeypatch, nvcc_in):
         ("9.0", "8.0", False),
     ],
 )
-def test_wheel_engine_serves_its_archs(
+def test_wheel_engine_must_have_wanted_archs(
     cache, tiny_cuda, no_nvcc, monkeypatch, caplog, built, wanted, used
 ):
     caplog.set_level(logging.INFO)
@@ -167,7 +167,7 @@ def test_missing_nvcc_error_names_package(cache, tiny_cuda, no_nvcc, monkeypatch
 
 
 @needs_compiler
-def test_broken_toolkit_is_named(cache, tmp_path, monkeypatch, nvcc_in):
+def test_error_names_broken_toolkit(cache, tmp_path, monkeypatch, nvcc_in):
     nvcc = nvcc_in("broken")
     monkeypatch.setenv("PYRINGAR_NVCC", str(nvcc))
     for folder in ("include", "lib64"):

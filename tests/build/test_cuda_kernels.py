@@ -27,10 +27,10 @@ BLOCKS = {
     "int32": 5,
     "int64": 4,
 }
-REGISTERS = 65_536  # per multiprocessor; a thread gets a multiple of 8
-RING_REGISTERS = 64  # per thread, so that two blocks of 512 threads fit
+REGISTERS = 65_536  # registers of a multiprocessor; a thread gets a multiple of 8
+RING_REGISTERS = 64  # registers per thread, so that two blocks of 512 threads fit
 TABLES = 2  # fused and tree kernels take a small or a large pointer table
-FUSED_OPS = 5  # sum, mean, max, min, prod
+FUSED_OPS = 5  # fused kernels exist for sum, mean, max, min, prod
 TREE_OPS = 3  # sum, mean and prod of floats: other results do not depend on the order
 RING_OPS = 4  # sum, max, min, prod; mean uses the kernel of sum
 PEER_KERNELS = {"probe": 1, "verify": 1}
@@ -91,7 +91,7 @@ def test_no_kernel_spills_on_any_arch(cache, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", mostly_thorough(BLOCKS, "float32"))
-def test_kernels_fit_registers(tmp_path, dtype):
+def test_kernels_stay_within_register_limit(tmp_path, dtype):
     toolkit = toolchain.read_cuda_toolkit(toolchain.find_nvcc(), toolchain.find_compiler())
     command = [*toolkit.nvcc.command, *NVCC_FLAGS, "-arch=sm_90", f"-I{CSRC}", "-cubin"]
     named = dict(zip(BLOCKS, DTYPES, strict=True))[dtype]

@@ -41,7 +41,7 @@ def slow(test: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of the checkout, since pip writes into it."""
+    """Return a copy of the checkout, since pip writes into the folder that it installs."""
     for name in SHIPPED:
         source, target = REPO / name, tmp_path / "tree" / name
         if source.is_dir():
@@ -54,7 +54,7 @@ def tree(tmp_path):
 
 @pytest.fixture(scope="module")
 def shared_cache(tmp_path_factory):
-    """One cache for all tests, since their installations have equal keys."""
+    """Return one engine cache for all tests: their engines have equal cache keys."""
     return tmp_path_factory.mktemp("shared") / "cache"
 
 
@@ -88,7 +88,7 @@ def use(python: Path, cwd: Path, **environment: str | Path) -> Mapping[str, obje
     return facts
 
 
-def test_versions_are_equal():
+def test_version_is_equal_in_all_files():
     project = (REPO / "pyproject.toml").read_text(encoding="utf-8")
     assert f'\nversion = "{pyringar.__version__}"\n' in project
     citation = (REPO / "CITATION.cff").read_text(encoding="utf-8")
@@ -173,7 +173,7 @@ def test_editable_install_uses_the_checkout(tree, python, tmp_path, shared_cache
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_sdist_makes_a_wheel(tree, python):
+def test_wheel_builds_from_sdist(tree, python):
     code = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
     made = run(sys.executable, "-c", code, cwd=tree)
     archive = tree / "dist" / made.strip().splitlines()[-1]

@@ -51,7 +51,7 @@ def test_engine_of_other_user_is_ignored(cache, tiny, caplog, which, fault):
     assert build.find_engine(tiny) is None
     reason = f"belongs to user {NOBODY}" if fault == "foreign" else "can be written by other users"
     assert f"is not loaded: {path} {reason}" in caplog.text
-    if which == "engine":  # its folder is private, so a new engine can replace it
+    if which == "engine":  # the folder is private, so a new engine can replace this engine
         assert build.ensure_engine(tiny).origin == "built"
         assert build.ensure_engine(tiny).origin == "cache"
     else:
@@ -59,7 +59,7 @@ def test_engine_of_other_user_is_ignored(cache, tiny, caplog, which, fault):
 
 
 @needs_compiler
-def test_links_are_not_followed(cache, tiny, tmp_path):
+def test_symlinked_engine_is_not_loaded(cache, tiny, tmp_path):
     built = build.ensure_engine(tiny)
     elsewhere = tmp_path / "elsewhere"
     shutil.move(built.path.parent, elsewhere)
@@ -71,7 +71,7 @@ def test_links_are_not_followed(cache, tiny, tmp_path):
 
 
 @needs_compiler
-def test_new_cache_ignores_umask(cache, tiny):
+def test_new_cache_is_private_despite_umask(cache, tiny):
     before = os.umask(0)
     try:
         built = build.ensure_engine(tiny)
@@ -86,7 +86,7 @@ def test_new_cache_ignores_umask(cache, tiny):
 
 @pytest.mark.parametrize("place", ["file", "/proc/pyringar"])
 @needs_compiler
-def test_unusable_cache_is_named(tmp_path, cache, tiny, monkeypatch, place):
+def test_error_names_unusable_cache(tmp_path, cache, tiny, monkeypatch, place):
     (tmp_path / "file").write_text("a file")
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", str(tmp_path / place))
     text = refusal(tiny)
@@ -94,7 +94,7 @@ def test_unusable_cache_is_named(tmp_path, cache, tiny, monkeypatch, place):
     assert str(tmp_path / place) in text
 
 
-def test_cache_in_unknown_home_is_named(cache, monkeypatch):
+def test_error_names_cache_in_unknown_home(cache, monkeypatch):
     monkeypatch.setenv("PYRINGAR_CACHE_DIR", "~no-such-user/cache")
     with pytest.raises(BuildError, match="PYRINGAR_CACHE_DIR is '~no-such-user/cache'"):
         build.find_engine(build.Recipe())

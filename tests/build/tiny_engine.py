@@ -1,4 +1,4 @@
-"""A tiny engine for tests of builds."""
+"""Sources of tiny engines for tests of builds, and functions that build and load them."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cuda_engine", "", -1, meth
                              nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__cuda_engine() { return PyModule_Create(&module); }
 """
-# Begins a program that imports only pyringar.engine: 0.1 s, since it needs no torch. Its first
-# argument is PACKAGE.
+# First lines of a program that imports pyringar.engine without torch, in 0.1 s. PACKAGE is the
+# first argument of the program.
 BUILD_ALONE = """
 import os, sys, types
 from pathlib import Path
@@ -73,7 +73,7 @@ sys.modules["pyringar"] = package
 from pyringar.engine import build, load
 """
 PACKAGE = str(REPO / "pyringar")
-# Builds a tiny engine and loads it.
+# Program that builds a tiny engine and loads it.
 CHILD = (
     BUILD_ALONE
     + """

@@ -1,7 +1,7 @@
 """Test cases of collective calls: tensors of every rank, and expected results.
 
-Tables or Hypothesis create a `CallCase`, and every transport runs it (transports.py). It is pickled
-for ranks in processes; each rank draws its tensors from the seed.
+Tests or Hypothesis create a `CallCase`, and every transport (transports.py) runs it. A rank that
+is a process receives the pickled case, and draws its tensors from the seed.
 """
 
 import functools
@@ -15,7 +15,7 @@ from oracle import FOLDS, KINDS, chunk, is_nan, negated, positional, random, wor
 
 @dataclass(frozen=True)
 class Strides:
-    """Strides, offset and sign of a rank's tensor. None: contiguous."""
+    """Memory layout of one rank's tensor. If ``strides`` is None, it is contiguous."""
 
     strides: tuple[int, ...] | None = None
     offset: int = 0
@@ -32,12 +32,12 @@ PLAIN = Strides()
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor on all ranks.
+    """One tensor argument of a call, on all ranks.
 
     Attributes:
-        layouts: One per rank, repeated if there are more ranks.
-        draw: "random", with infinities, NaN and subnormals; "positional"; or `masked`.
-        given: The values of every rank, instead of drawn values.
+        layouts: Memory layouts of ranks 0, 1, ...; repeated if there are more ranks.
+        draw: Kind of values: "random" (also infinities, NaN, subnormals), "positional" or "masked".
+        given: Tensors of the ranks, used instead of drawn values.
     """
 
     dtype: torch.dtype
@@ -83,12 +83,12 @@ class Operand:
         return tuple(s for s, n in zip(strides, self.shape, strict=True) if n != 1)
 
 
-_POOL_ROWS, _POOL_ELEMS = 17, 20_011  # a prime, so that repetitions do not align with blocks
+_POOL_ROWS, _POOL_ELEMS = 17, 20_011  # primes, so that repeated values do not align with blocks
 
 
 @functools.cache
 def _pool(dtype, row):
-    """Random elements; NaNs have random signs and payloads, and may be signaling."""
+    """Return random elements. NaNs have random signs and payloads, and may be signaling."""
     kind, words = KINDS[dtype], words_of(random(_POOL_ELEMS, dtype, row))
     most, rng = np.iinfo(kind.word).max, np.random.default_rng(row)
     exponent = kind.word(((1 << kind.exponent_bits) - 1) << kind.fraction_bits)
@@ -97,7 +97,7 @@ def _pool(dtype, row):
 
 
 def drawn(numel, dtype, seed, rank):
-    """Return random elements from a pool, since drawing is slower than reducing."""
+    """Return random elements from a cached pool, since the generator is slower than all_reduce."""
     row = _pool(dtype, rank % _POOL_ROWS)
     begin = 61 * seed % 9973 + 101 * (rank // _POOL_ROWS)
     end = begin + numel
@@ -106,7 +106,7 @@ def drawn(numel, dtype, seed, rank):
 
 @functools.lru_cache(4)
 def masked(numel, dtype, world_size):
-    """Small numbers, except that two ranks have large numbers that cancel in each element.
+    """Return small numbers; in each element two ranks have large numbers that cancel.
 
     The sum keeps only the small numbers that are added after both large ones, so it shows the
     order of additions.
@@ -131,8 +131,8 @@ def reduction(part, world_size, op, order, *, by_index=False):
 
     Args:
         order: One of `FOLDS`.
-        by_index: A ring cuts chunks in index order. False: it cuts dense tensors with equal strides
-            on all ranks in memory order.
+        by_index: If True, a ring splits tensors into chunks in index order. If False, it splits
+            dense tensors with equal strides on all ranks in memory order.
     """
     values = [part.values(rank, world_size) for rank in range(world_size)]
     fold = FOLDS[order]
@@ -158,10 +158,10 @@ SHARES = ("reduce_scatter", "all_gather")
 @dataclass(frozen=True)
 class Field:
     part: Operand
-    rank: int  # index into the layouts
+    rank: int  # rank of the values, and index of the layout
     is_read: bool = True
     is_written: bool = True
-    source: Operand | None = None  # takes the first values of this tensor
+    source: Operand | None = None  # if given, the first values of `source` are used
 
     def values(self, world_size):
         return (self.source or self.part).values(self.rank, world_size)[: self.part.numel]
@@ -174,8 +174,8 @@ class CallCase:
     Attributes:
         entry: The method and how it is called; see running.py.
         by_communicator: Set algorithm and order on the communicator, not in the call.
-        holds: "tensors", "tuples" of tensors, or NumPy "arrays".
-        flushes: Odd ranks flush denormals; if one process drives all ranks, the process does.
+        holds: Type of the arguments: "tensors", "tuples" of tensors, or NumPy "arrays".
+        flushes: Odd ranks flush denormals to zero, or the one process that drives all ranks.
     """
 
     entry: str
@@ -260,7 +260,7 @@ def _around(shape, strides, offset, word):
 
 
 class Placed:
-    """A field in a buffer with noise around and between its elements."""
+    """The tensor of a field, in a buffer with noise around and between the elements."""
 
     def __init__(self, field, world_size, device="cpu"):
         self.field, self.part = field, field.part

@@ -1,6 +1,6 @@
-"""Two ranks in this process with the interface of a `Communicator`, for any CPU transport.
+"""Create two ranks in this process with the interface of a `Communicator`, on any transport.
 
-Ranks "in processes" are two threads here, for tests that inspect the tensors of both ranks.
+The ranks of "processes" are two threads, so that a test can inspect the tensors of both ranks.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,7 @@ class RankPair:
         return [future.result() for future in futures]
 
     def __getattr__(self, name):
-        """Return a function that calls the method on both ranks; lists have one entry per rank."""
+        """Return a function that calls ``name`` on both ranks; a list has one entry per rank."""
 
         def call(*arguments, **options):
             def run(rank):

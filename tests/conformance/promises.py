@@ -22,12 +22,12 @@ class Cell(NamedTuple):
 
     @property
     def error(self) -> str | None:
-        """Return the error class of a cell "refused (error)"."""
+        """Return the error class that a cell "refused (error)" names, else None."""
         return CELL.fullmatch(self.text)[1]
 
 
 def read_matrix(text: str) -> dict[str, dict[str, Cell]]:
-    """Return the cells by row and column."""
+    """Parse the tables of docs/promises.md: return the cells by row and column."""
     matrix: dict[str, dict[str, Cell]] = {}
     columns: list[str] = []
     for line in text.splitlines():
@@ -57,7 +57,7 @@ def transports_of(*rows: str) -> list[str]:
     return [name for name in TRANSPORTS if all(keeps(name, row) for row in rows)]
 
 
-# Rows whose tests cannot run as a function on all ranks.
+# Rows with tests that cannot run as one function on all ranks, and the names of these tests.
 ELSEWHERE = {
     "abort": "cuda/test_gpu_streams.py::test_abort_ends_waits",
     "compile": "test_compiled.py::test_one_graph_holds_all_calls",
@@ -68,7 +68,7 @@ ELSEWHERE = {
     "fork": "test_exits.py::test_child_cannot_use_communicator",
     "nothing-left": "test_communicator.py::test_closed_communicator_leaves_no_thread",
 }
-SLOW = ("naive",)  # other transports run the same code
+SLOW = ("naive",)  # slow tests, since other transports run the same code
 
 
 def marks_of(transport: str) -> list[Any]:
@@ -78,7 +78,7 @@ def marks_of(transport: str) -> list[Any]:
 
 
 def parameters(where: str, *rows: str, only: tuple[str, ...] = ()) -> list[Any]:
-    """Return the transports that keep all rows, as parameters of the test ``where``."""
+    """Return the transports that keep all ``rows``, as pytest parameters of the test ``where``."""
     for row in rows:
         BODIES[row].append(where)
     names = [name for name in transports_of(*rows) if not only or name in only]

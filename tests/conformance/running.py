@@ -13,7 +13,7 @@ from oracle import assert_words
 
 import pyringar as pr
 
-PYTHON = ("naive", "sharded")  # algorithms in plain torch, with all_reduce only
+PYTHON = ("naive", "sharded")  # algorithms in plain torch
 BOUND = ("bind", "bind_coalesced")
 
 
@@ -47,9 +47,9 @@ def order_of(call, algorithm):
 
 
 def run(comm, call, placed, first, many, last):
-    """Run the call; rewrite the tensors before a repetition.
+    """Run the call; restore the inputs before a repetition.
 
-    With one local rank the arguments are this rank's; a list group has a list over all ranks.
+    If this process has one rank, the arguments belong to it, else they are lists over all ranks.
 
     Args:
         first: The first tensor.
@@ -66,7 +66,7 @@ def run(comm, call, placed, first, many, last):
     if call.entry == "repeated":
         for number in range(3):
             rewrite(placed)
-            # A list with one tensor also runs as a prepared call.
+            # A list with one tensor runs as a prepared call, like the tensor itself.
             given = many if number == 1 and isinstance(comm, pr.ProcessCommunicator) else first
             comm.all_reduce(given, call.op, **options_of(call))
         return
@@ -122,7 +122,7 @@ def check_same(call, digests, *, is_on_gpu=False):
         return
     is_written_by_torch = call.algorithm in PYTHON or is_on_gpu
     if is_written_by_torch and any(part.has_negated for part in call.parts):
-        return  # torch's negation changes the bits of a NaN
+        return  # torch's negation changes the bits of a NaN, so ranks may differ
     assert len(set(digests)) == 1, f"ranks differ in bits: {call}"
 
 

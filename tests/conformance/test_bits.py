@@ -52,7 +52,7 @@ def test_elements_keep_their_position(transport, dtype):
 @promise("all_reduce")
 @pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("dtype", mostly_slow(DTYPES, F32, BF16), ids=str)
-def test_sizes_around_piece_limits(transport, dtype):
+def test_sizes_around_piece_size_are_exact(transport, dtype):
     for k in (2, 3):
         transport.check(
             [
@@ -67,7 +67,7 @@ def test_sizes_around_piece_limits(transport, dtype):
 
 @promise("all_reduce")
 @pytest.mark.usefixtures("two_torch_threads")
-def test_million_elements(transport):
+def test_million_elements_are_bit_exact(transport):
     for dtype, k, numel in ((F32, 3, 1_000_003), (torch.float16, 4, 786_433)):
         calls = calls_of(transport, numel, dtype, k, "mean")
         transport.check([call for call in calls if call.order in ("any", "tree")])
@@ -129,7 +129,7 @@ def test_tree_order_is_bit_exact(transport):
 
 @promise("ring")
 def test_ring_order_matches_hand_computation(transport):
-    """Chunk c of 3 adds ranks c+1, c+2, c."""
+    """The sum of chunk c adds the values of ranks c+1, c+2 and c (modulo 3) in this order."""
     tensors = [torch.full((3,), value) for value in (1e30, -1e30, 1.0)]
     found = transport.reduced(tensors, algorithm="ring")[0]
     # (-1e30 + 1) + 1e30, (1 + 1e30) + -1e30, (1e30 + -1e30) + 1
@@ -138,8 +138,8 @@ def test_ring_order_matches_hand_computation(transport):
 
 @promise("order-exact")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_exact_sum_of_special_values(transport, dtype):
-    """Terms whose partial sums overflow or cancel, or whose sum needs rounding."""
+def test_exact_sum_handles_special_values(transport, dtype):
+    """The partial sums overflow or cancel, or the sum needs rounding."""
     info = torch.finfo(dtype)
     tiny = info.smallest_normal * info.eps
     numbers = [info.max, -info.max, 1.0, -1.0, info.eps, info.eps / 2, -tiny, tiny, 0.0, -0.0]
@@ -150,7 +150,7 @@ def test_exact_sum_of_special_values(transport, dtype):
     transport.check(
         [CallCase("all_reduce", 3, (part,), op, order="exact") for op in ("sum", "mean")]
     )
-    # A few elements need the slow path, each at another position of its block.
+    # Every 131st element needs the slow path, each at a different position in its block.
     hard = Operand(dtype, (131,), draw="masked")
     given = [torch.ones(131 * 131, dtype=dtype) for _ in range(3)]
     for rank, tensor in enumerate(given):
@@ -166,14 +166,14 @@ def threads(transport_of):
 
 
 @pytest.mark.parametrize("k", [7, 9, 16, 17, 33, 150])
-def test_many_ranks_in_one_process(threads, k):
-    """Above 16 ranks pointer tables leave the stack; 150 ranks do not fit an int8."""
+def test_many_ranks_are_bit_exact(threads, k):
+    """Above 16 ranks pointer tables are on the heap; the divisor 150 of a mean exceeds int8."""
     for dtype, op in ((F32, "sum"), (BF16, "mean"), (torch.int8, "mean")):
         calls = calls_of(threads, 1031, dtype, k, op)
         threads.check([c for c in calls if k < 100 or c.algorithm not in ("direct", "ring")])
 
 
-def test_tree_sum_of_many_ranks(threads):
+def test_many_ranks_keep_tree_order(threads):
     numel = limit_bytes("fused_block") // 4 + 77
     threads.check(
         [
@@ -185,9 +185,9 @@ def test_tree_sum_of_many_ranks(threads):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", ["fused", "direct", "ring"])
-def test_more_than_2_to_31_elements(make_comm, algorithm):
+def test_tensor_above_2_gib_is_summed(make_comm, algorithm):
     numel = 2**31 + 70_001
-    pattern = torch.arange(251, dtype=torch.uint8)  # a prime: all blocks differ
+    pattern = torch.arange(251, dtype=torch.uint8)  # prime length: blocks differ
     tensors = [(pattern * rank).repeat(numel // 251 + 1)[:numel] for rank in (1, 2)]
     make_comm(2, timeout=300).all_reduce(tensors, algorithm=algorithm)
     wanted = (pattern * 3).repeat(2**20)

@@ -1,4 +1,4 @@
-"""Every method of a group: written tensors and their bits."""
+"""Every method of a group writes the expected tensors, bit for bit."""
 
 import time
 from dataclasses import replace
@@ -60,13 +60,13 @@ test_reduce_scatter = entry_test("reduce_scatter", entries=["reduce_scatter"])
 test_all_gather = entry_test("all_gather", entries=["all_gather"])
 
 
-def test_allreduce_function(transport_of):
+def test_allreduce_function_is_bit_exact(transport_of):
     check_entry(transport_of("threads"), "book")
 
 
 @promise("ops")
 @pytest.mark.parametrize("op", ["max", "min", "prod"])
-def test_max_min_and_prod(transport, op):
+def test_all_methods_run_max_min_prod(transport, op):
     calls = [
         call
         for entry in transport.entries
@@ -78,7 +78,7 @@ def test_max_min_and_prod(transport, op):
 
 
 @promise("reduce_scatter", "all_gather")
-def test_large_gathers_and_scatters(transport):
+def test_large_gathers_and_scatters_are_exact(transport):
     calls = []
     for k in (2, 3):
         part = limit_bytes("process_slot") // k // 4
@@ -95,14 +95,14 @@ def test_large_gathers_and_scatters(transport):
 
 @promise("broadcast")
 @pytest.mark.parametrize("numel", [100, 200_003])
-def test_large_broadcasts(transport, numel):
+def test_large_broadcasts_copy_all_bits(transport, numel):
     for entry in ("broadcast", "async broadcast"):
         parts = (Operand(torch.float16, (numel,)),)
         transport.check([CallCase(entry, k, parts, root=r) for k in (2, 3) for r in range(k)])
 
 
 @promise("coalesced", "mixed-lists")
-def test_list_has_bits_of_single_calls(transport):
+def test_list_call_equals_single_calls(transport):
     dtypes = (F32, torch.float64, torch.float16, BF16, torch.int64)
     parts = tuple(
         Operand(dtypes[i % 5], (n,), seed=i) for i, n in enumerate((7200, 0, 1, 70_001, 33))
@@ -125,6 +125,6 @@ def crowd_on_rank(state, calls):
     return time.monotonic() - start
 
 
-def test_more_processes_than_cores(joined_rank_group):
-    """Spinning without yielding would take a time slice per wait: minutes in total."""
+def test_more_processes_than_cores_stay_fast(joined_rank_group):
+    """If waits did not yield the CPU, each would take a time slice: minutes in total."""
     assert max(joined_rank_group(10).run(crowd_on_rank, calls=20)) < 20

@@ -1,4 +1,4 @@
-"""Table of faults: victim, phase, event, and the error on all other ranks."""
+"""Faults: an event ends or delays one rank, the victim, and all other ranks must raise."""
 
 import functools
 import itertools
@@ -32,14 +32,14 @@ from transports import TRANSPORTS, LaunchTransport, TorchCalls
 import pyringar as pr
 
 TIMEOUT_S = 1.0
-LONG_S = 20.0  # timeout for events that ranks must notice at once
+LONG_S = 20.0  # timeout of faults that ranks must detect at once
 
-# Event on the victim, and the error on the other ranks.
+# Each row: the event on the victim, and the error that the other ranks must raise.
 EVENTS = {
     "kill": "PeerLostError",
-    "exit": "PeerLostError",  # without cleanup
-    "exception": "PeerLostError",  # an uncaught exception of the program
-    "leave": "PeerLostError",  # closes its communicator
+    "exit": "PeerLostError",  # os._exit(), without cleanup
+    "exception": "PeerLostError",  # the program raises an uncaught exception
+    "leave": "PeerLostError",  # the victim closes its communicator
     "stop": "CollectiveTimeout",
     "late": "CollectiveTimeout",
 }
@@ -50,7 +50,7 @@ PHASES = ("first", "before", "after", "among", *ENGINE_PHASES)
 
 @dataclass(frozen=True)
 class Fault:
-    """One row.
+    """One test case: ``event`` happens on rank ``victim`` of ``k`` ranks.
 
     Attributes:
         phase: When the event happens: before the "first" call, "before" the failing call, "after" a
@@ -80,7 +80,7 @@ class Fault:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a plain run includes this fault. The other faults are slow."""
+        """Return whether pytest tests this fault by default. Other faults are marked slow."""
         is_first_group = (self.k, self.victim) == (3, 1)
         if self.phase in ENGINE_PHASES:
             return is_first_group and (self.event == "kill" or self.phase == "idle")
@@ -101,8 +101,8 @@ def all_faults() -> Iterator[Fault]:
             if phase == "among" and event not in ("kill", "stop", "exit"):
                 continue
             if (name, phase, event) == ("launch", "first", "exception"):
-                continue  # after the exception other ranks never start
-            # A small call waits once: it has no gather, and its data is complete once announced.
+                continue  # other ranks do not start after the exception
+            # A small call waits once, for announcements of complete data: skip reduce and gather.
             if phase not in ("reduce", "gather"):
                 yield Fault(name, k, victim, phase, event, SMALL)
             if is_in_engine:
@@ -110,7 +110,7 @@ def all_faults() -> Iterator[Fault]:
 
 
 class ProgramError(Exception):
-    """The exception of the victim."""
+    """Exception that the program of the victim raises."""
 
 
 def strike_own(state: SimpleNamespace, event: str) -> None:
@@ -129,7 +129,7 @@ def strike_own(state: SimpleNamespace, event: str) -> None:
         elif not state.is_thread:
             dist.destroy_process_group()
     else:
-        if state.is_thread:  # the other ranks run first, and then wait
+        if state.is_thread:  # store calls let other ranks run until they wait
             for _ in range(20):
                 dist.distributed_c10d._get_default_store().check(["never"])
         is_over = time.monotonic() + 3 * TIMEOUT_S
@@ -138,7 +138,7 @@ def strike_own(state: SimpleNamespace, event: str) -> None:
 
 
 def suffer(state: SimpleNamespace, fault: Fault) -> CallOutcome | None:
-    """Call all_reduce until it fails. The victim runs the event and may return None."""
+    """Call all_reduce until it raises; return its outcome, or None after an event on the victim."""
     state.is_thread = fault.transport == "launch"
     is_victim = state.rank == fault.victim
     parts = inputs(fault.numel, torch.float32, state.world_size, seed=3)
@@ -148,11 +148,11 @@ def suffer(state: SimpleNamespace, fault: Fault) -> CallOutcome | None:
     def reduce(count: int = 1) -> None:
         for number in range(count):
             mine.copy_(parts[state.rank])
-            if (state.rank + number) % 3 == 0:  # the same call with another kind of wait
+            if (state.rank + number) % 3 == 0:  # the same call as async work
                 state.comm.all_reduce(mine, async_op=True).wait()
             else:
                 state.comm.all_reduce(mine)
-            if fault.transport != "machines":  # the order differs on machines
+            if fault.transport != "machines":  # the order of additions differs
                 assert_bits(mine, wanted)
 
     reduce(0 if fault.phase == "first" else 2)
@@ -174,10 +174,10 @@ def suffer(state: SimpleNamespace, fault: Fault) -> CallOutcome | None:
 
 
 def strike(fault: Fault) -> tuple[list[CallOutcome | None], str]:
-    """Run the fault; return each rank's outcome and a pattern of the victim's name."""
+    """Run the fault; return the outcome of each rank, and a regex for the name of the victim."""
     name = rf"\branks? \[?{fault.victim}\b"
     if fault.transport == "machines" and not fault.is_prompt:
-        name += rf"|has ranks \[[\d, ]*\b{fault.victim}\b"  # the late machine
+        name += rf"|has ranks \[[\d, ]*\b{fault.victim}\b"  # names the machine of the victim
     if TRANSPORTS[fault.transport] is LaunchTransport:
         return strike_threads(fault), name
     with RankGroup(fault.k) as group:
@@ -223,7 +223,7 @@ def strike_threads(fault: Fault) -> list[CallOutcome | None]:
         assert fault.event == "exception", "launch raises the exception itself"
     else:
         raised.again = raised.error
-        # launch interrupts a rank that keeps running together with all other ranks.
+        # launch interrupted the ranks without an outcome: use the error of launch.
         told = [raised if each is None else each for each in told]
     assert pr.launch(lambda: 1, fault.k) == [1] * fault.k, "the process is as before"
     return told
@@ -247,7 +247,7 @@ def test_fault_raises_on_other_ranks(fault):
         assert each is not None, f"rank {rank} raised no error"
         assert each.error == EVENTS[fault.event], each
         assert re.search(name, each.text), f"{name} is not in {each.text}"
-        if (fault.transport, fault.event) != ("launch", "exception"):  # it names the exception
+        if (fault.transport, fault.event) != ("launch", "exception"):  # names the exception instead
             assert re.search(rf"all_reduce .*\b{fault.numel}\b", each.text), each.text
         if fault.transport == "processes":
             last = "nothing yet" if fault.phase == "first" else r"its last was call \d+, all_reduce"

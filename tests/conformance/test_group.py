@@ -1,4 +1,4 @@
-"""Groups: order of calls, mismatched calls, close, abort, fork, leftovers."""
+"""Groups: order of calls, mismatched calls, close, abort, fork, leaked resources."""
 
 import contextlib
 import functools
@@ -52,7 +52,7 @@ def test_barrier_waits_for_last_rank(transport):
 def call_in_background(state) -> None:
     mine, want = numbers(state, 300_000), total(state, 300_000)
     works = [state.comm.all_reduce(mine, async_op=True) for _ in range(5)]
-    state.comm.all_reduce(mine)  # the sixth
+    state.comm.all_reduce(mine)  # the sixth call, after five in the background
     assert torch.equal(mine, want * state.world_size**5)
     for work in works:
         assert work.wait() is True
@@ -83,7 +83,7 @@ def gathered(c: Any, x: torch.Tensor) -> object:
     return c.all_gather(x[:3], x[5])
 
 
-# The call of the odd rank, the call of the other ranks, and words of both in the message.
+# Each row: the odd rank's call, the other ranks' call, and words of both in the error message.
 DIFFERENT: dict[str, tuple[RankCall, RankCall, str, str]] = {
     "size": (lambda c, x: c.all_reduce(x[:10]), usual, "600", "300"),
     "many more": (lambda c, x: c.all_reduce(torch.ones(200_000)), usual, "600", "200000"),
@@ -222,7 +222,7 @@ def test_destroyed_group_raises(transport):
 
 
 @promise("close", only=("threads", "cuda", "processes", "machines"))
-def test_close_ends_background_calls(transport):
+def test_close_finishes_background_calls(transport):
     has_bind = "bind" in transport.entries
     transport.on_new_ranks(2, close_early, has_bind=has_bind)
 
@@ -261,7 +261,7 @@ def end_wait(state, how: str, wait: str) -> tuple[str, str, float]:
     except BaseException as caught:
         error = type(caught).__name__, str(caught)
     seconds = time.monotonic() - began
-    if wait == "work" and how == "raise":  # the work itself goes on
+    if wait == "work" and how == "raise":  # the work still runs: abort it
         with contextlib.suppress(pr.RingarError):
             comm.abort() if hasattr(comm, "abort") else dist.group.WORLD.abort()
     assert torch.equal(mine, numbers(state))
@@ -283,18 +283,18 @@ def check_end(transport, how: str, wait: str) -> None:
 
 @promise("interrupt", only=("processes", "backend", "machines"))
 @pytest.mark.parametrize("wait", ["call", "work", "barrier"])
-def test_exception_in_handler_ends_call(transport, wait):
+def test_signal_handler_exception_ends_call(transport, wait):
     check_end(transport, "raise", wait)
 
 
 @promise("close", only=("machines",))
-def test_handler_may_close(transport):
+def test_signal_handler_may_close_group(transport):
     check_end(transport, "close", "call")
 
 
 @promise("abort", only=("processes", "machines"))
 @pytest.mark.parametrize("wait", ["call", "work"])
-def test_abort_ends_all_calls(transport, wait):
+def test_abort_ends_calls_on_all_ranks(transport, wait):
     check_end(transport, "abort", wait)
 
 
@@ -318,7 +318,7 @@ def fork_child(state) -> str:
 
 @promise("fork", only=("processes", "backend", "machines"))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_forked_child_is_refused(transport):
+def test_call_in_forked_child_raises(transport):
     for text in transport.on_new_ranks(2, fork_child):
         assert text.startswith("RingarError"), text
         assert "before fork()" in text, text
@@ -331,7 +331,7 @@ def held_now(first: set[str]) -> tuple[int, set[str], list[str]]:
 
 def make_and_drop(state) -> None:
     with another(state):
-        pass  # creates threads and files that stay once per process
+        pass  # the first communicator opens files and threads that stay
     first = thread_ids()
     held = functools.partial(held_now, first)
     before = held()
@@ -347,5 +347,5 @@ def make_and_drop(state) -> None:
 
 
 @promise("nothing-left", only=("processes", "machines"))
-def test_dropped_communicators_leave_nothing(transport):
+def test_dropped_communicators_free_all_resources(transport):
     transport.on_new_ranks(2, make_and_drop)

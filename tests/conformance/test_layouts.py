@@ -68,7 +68,7 @@ def calls_of(transport, parts, k, *, entries=None, ops=("sum",)):
 
 @promise("layouts")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(transport, name):
+def test_every_layout_is_bit_exact(transport, name):
     shape, strides, offset = LAYOUTS[name]
     for dtype, k in ((F32, 3), (torch.int8, 3), (torch.bfloat16, 1)):
         parts = (Operand(dtype, shape, (Strides(strides, offset),)), Operand(torch.float64, (5,)))
@@ -76,15 +76,15 @@ def test_layouts(transport, name):
 
 
 @promise("layouts")
-def test_packed_layouts_in_pieces(transport):
-    """Ranks in processes pack pieces of 1 MiB: here two rows, one row or one plane."""
+def test_packed_pieces_are_bit_exact(transport):
+    """Ranks in processes pack strided tensors in pieces of at most 1 MiB; a row has 0.4 MB."""
     part = Operand(F32, (2, 3, 100_000), (Strides((700_000, 210_000, 2), 1),))
     transport.check([CallCase("all_reduce", 2, (part,)), CallCase("broadcast", 2, (part,), root=1)])
 
 
 @promise("layouts-differ")
 @pytest.mark.parametrize("name", MIXES)
-def test_layouts_differ_between_ranks(transport, name):
+def test_ranks_may_have_different_layouts(transport, name):
     shape, strides = MIXES[name]
     layouts = tuple(Strides(s, offset) for offset, s in enumerate(strides))
     for dtype, mixed in ((F32, layouts), (torch.int64, layouts[::-1])):
@@ -94,7 +94,7 @@ def test_layouts_differ_between_ranks(transport, name):
 
 @promise("negated")
 @pytest.mark.parametrize("dtype", [F32, torch.float16, torch.int64, torch.uint8], ids=str)
-def test_negated_views(transport, dtype):
+def test_negated_views_are_reduced(transport, dtype):
     for layouts in (NEGATED, NEGATED[:1], NEGATED[::-1]):
         part = Operand(dtype, (36,), layouts)
         transport.check(calls_of(transport, (part, part), 3, ops=("sum", "max")))
@@ -103,7 +103,7 @@ def test_negated_views(transport, dtype):
 
 
 @promise("mixed-lists")
-def test_lists_of_mixed_dtypes(transport):
+def test_mixed_dtype_lists_are_reduced(transport):
     shapes = [(20, 1, 3, 3), (20,), (), (0,), (40, 128), (1,), (9001,), (2,) * 7, (0, 3)]
     mixed = tuple(Operand(DTYPES[i % 8], shape) for i, shape in enumerate(shapes * 2))
     entries = [entry for entry in LISTS if entry in transport.entries]
@@ -113,7 +113,7 @@ def test_lists_of_mixed_dtypes(transport):
     calls = calls_of(transport, many, 2, entries=["coalesced"])
     transport.check(
         [call for call in calls if call.algorithm not in PYTHON]
-    )  # these reduce one tensor at a time
+    )  # PYTHON algorithms reduce one tensor at a time: slow
 
 
 def check_containers(transport, holds):
@@ -127,12 +127,12 @@ def check_containers(transport, holds):
 
 
 @promise("tuples")
-def test_tuples(transport):
+def test_tuples_of_tensors_are_reduced(transport):
     check_containers(transport, "tuples")
 
 
 @promise("arrays")
-def test_arrays(transport):
+def test_numpy_arrays_are_reduced(transport):
     check_containers(transport, "arrays")
 
 
@@ -146,8 +146,8 @@ def test_flushing_denormals_changes_no_bit(transport):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, F32, torch.float16], ids=str)
-def test_misaligned_memory(comm_of, dtype):
-    """Memory of other libraries may start at any byte."""
+def test_misaligned_memory_is_reduced(comm_of, dtype):
+    """A tensor on memory of another library may start at any byte."""
     parts = inputs(1009, dtype, 3)
     for algorithm in ("fused", "direct", "ring"):
         buffers = [bytearray(1009 * dtype.itemsize + 1) for _ in range(3)]
@@ -195,7 +195,7 @@ def random_layouts(draw, shape, *, can_be_negated):
         strides[dim] = reach * draw(steps)
         reach = strides[dim] * max(1, shape[dim])
         if shape[dim] == 1:
-            strides[dim] = draw(st.integers(0, 50))  # arbitrary
+            strides[dim] = draw(st.integers(0, 50))  # any stride is valid for one element
     is_negated = can_be_negated and draw(st.integers(0, 15)) == 15
     return Strides(tuple(strides), draw(st.integers(0, 3)), is_negated=is_negated)
 
@@ -254,7 +254,7 @@ def random_calls(draw, transport):
 @promise("all_reduce", "layouts")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_calls", [None, pytest.param(20_000, marks=pytest.mark.thorough)])
-def test_random_calls(transport, num_calls):
+def test_random_calls_are_bit_exact(transport, num_calls):
     @hypothesis.settings(max_examples=num_calls or transport.num_random_calls)
     @hypothesis.given(call=random_calls(transport))
     def check(call):

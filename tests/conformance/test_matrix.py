@@ -32,7 +32,7 @@ def test_each_promise_has_a_test():
 
 
 class Refusal(NamedTuple):
-    """Pattern of the error, the call, and a function from a plain tensor to its argument."""
+    """Pattern of the error, the call, and a function that makes its argument from a tensor."""
 
     words: str
     call: Callable[[Any, Any], object] = lambda comm, given: comm.all_reduce(given)
@@ -83,7 +83,7 @@ def errors_on_rank(state: SimpleNamespace, row: str) -> list[tuple[list[str], st
         assert same_bits(tensor.detach(), kept)
         assert tensor._version == version
     tensor = torch.arange(6.0, device=device_of(state)) + state.rank
-    state.comm.all_reduce(tensor)  # the group goes on
+    state.comm.all_reduce(tensor)  # the group still works
     k = state.world_size
     assert tensor.tolist() == [k * i + sum(range(k)) for i in range(6)]
     return told
@@ -99,7 +99,7 @@ def errors_on_rank(state: SimpleNamespace, row: str) -> list[tuple[list[str], st
     ],
     indirect=["transport"],
 )
-def test_refused_promise_raises(transport, cell):
+def test_refused_call_raises_promised_error(transport, cell):
     for told in transport.on_ranks(2, errors_on_rank, row=cell.row):
         for refusal, (names, text, seconds) in zip(REFUSALS[cell.row], told, strict=True):
             assert cell.error in names, (text, names)

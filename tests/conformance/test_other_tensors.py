@@ -17,7 +17,7 @@ import pyringar as pr
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.bool, torch.int16, torch.complex64, torch.complex128, *FLOAT8)
-NATIVE = (torch.float32, torch.int32)  # for calls without a communicator method
+NATIVE = (torch.float32, torch.int32)  # for torch calls that no communicator method has
 BITS = {
     dist.ReduceOp.BAND: torch.bitwise_and,
     dist.ReduceOp.BOR: torch.bitwise_or,
@@ -32,7 +32,7 @@ def values(dtype: torch.dtype, rank: int, numel: int = N) -> Tensor:
         return torch.view_as_complex(flat.view(-1, 2))
     whole = oracle.positional(numel, torch.int32, rank)
     if dtype is torch.bool:
-        return (whole + rank) % 3 == 0  # else all ranks would hold the same
+        return (whole + rank) % 3 == 0  # + rank: otherwise all ranks have equal values
     return (whole / 8).to(dtype) if dtype in FLOAT8 else whole.to(dtype)
 
 
@@ -115,7 +115,7 @@ def reduce_dtype(state, dtype: torch.dtype) -> None:
 
 @promise("dtypes-other")
 @pytest.mark.parametrize("dtype", [*DTYPES, *NATIVE], ids=str)
-def test_other_dtypes(transport, dtype):
+def test_dtypes_without_kernel_are_reduced(transport, dtype):
     for k in {1, 2, 4} & {*transport.world_sizes}:
         transport.on_ranks(k, reduce_dtype, dtype=dtype)
 
@@ -139,7 +139,7 @@ def reduce_grad_and_sparse(state) -> None:
 
 
 @promise("requires-grad", "sparse")
-def test_torch_reduces_leaves_and_sparse(transport):
+def test_leaf_and_sparse_tensors_are_reduced(transport):
     for k in {1, 3} & {*transport.world_sizes}:
         transport.on_ranks(k, reduce_grad_and_sparse)
 
@@ -165,11 +165,11 @@ def reduce_shapes(state) -> None:
 
 
 @promise("layouts-differ", only=("launch", "backend"))
-def test_torch_shapes_may_differ(transport):
+def test_shapes_may_differ_between_ranks(transport):
     transport.on_ranks(2, reduce_shapes)
 
 
-# A call, and the dtype (or reduction) of rank 0 and of rank 1.
+# Each row: a call, the dtype of rank 0, the dtype of rank 1. DIFFERENT_OPS: a dtype, two ops.
 DIFFERENT_DTYPES = (
     ("reduce", "int16", "int32"),
     ("reduce_scatter", "uint16", "int16"),
@@ -217,13 +217,13 @@ def check_differ(transport: Any, call: str, dtypes: Any, ops: Any, words: Any) -
 
 @promise("mismatch", only=("launch", "backend"))
 @pytest.mark.parametrize(("call", "first", "second"), DIFFERENT_DTYPES)
-def test_different_dtypes_raise(transport, call, first, second):
+def test_different_dtypes_between_ranks_raise(transport, call, first, second):
     check_differ(transport, call, (first, second), ("sum", "sum"), (first, second))
 
 
 @promise("mismatch", only=("launch", "backend"))
 @pytest.mark.parametrize(("call", "dtype", "first", "second"), DIFFERENT_OPS)
-def test_different_ops_raise(transport, call, dtype, first, second):
+def test_different_ops_between_ranks_raise(transport, call, dtype, first, second):
     words = first, second.replace("avg", "mean")
     check_differ(transport, call, (dtype, dtype), (first, second), words)
 

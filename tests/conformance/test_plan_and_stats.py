@@ -1,4 +1,4 @@
-"""plan, stats and guarantee of a group, and the algorithm of ``auto``."""
+"""plan, stats and guarantee of a group, and the algorithm that ``auto`` selects."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from pyringar.comm.topology import Topology, choose
 MIB, MOST = 2**20, limit_bytes("process_exchange")
 
 GUARANTEES = {
-    # run to run, across sizes, across numbers of ranks, across orders of the ranks
+    # Equal bits: run to run, across sizes, across rank counts, across orders of the ranks
     "any": (True, False, False, False),
     "rank": (True, True, False, False),
     "tree": (True, True, True, False),
@@ -22,7 +22,7 @@ GUARANTEES = {
 
 @pytest.mark.parametrize("name", parameters(__name__, "plan"))
 @pytest.mark.parametrize("order", GUARANTEES)
-def test_guarantee_and_plan_name_order(name, order):
+def test_guarantee_and_plan_report_order(name, order):
     if (name, order) == ("cuda", "exact"):
         pytest.skip("GPUs have no exact sums")
     with make_pair(name, order=order) as pair:
@@ -38,7 +38,7 @@ def test_guarantee_and_plan_name_order(name, order):
     )
 
 
-def test_stats_of_threads(make_comm):
+def test_stats_count_calls_of_threads(make_comm):
     comm, lists = make_comm(2, timeout=5), [[torch.ones(1000)], [torch.ones(1000)]]
     firsts = [mine[0] for mine in lists]
     assert comm.stats() == {}
@@ -57,7 +57,7 @@ def test_stats_of_threads(make_comm):
 
 
 @on_ranks(3)
-def test_stats_of_processes(state):
+def test_stats_count_calls_of_processes(state):
     with another(state) as comm:
         assert comm.stats() == {}
         comm.all_reduce(torch.ones(10))
@@ -69,7 +69,7 @@ def test_stats_of_processes(state):
     return ran
 
 
-def test_plans_of_threads(make_comm):
+def test_plan_states_steps_and_traffic(make_comm):
     comm = make_comm(3)
     plan = comm.plan(4096)
     assert str(plan).startswith("fused: 0 steps, 24,576 bytes of memory traffic, rank order")
@@ -90,7 +90,7 @@ def on_rank_plans(state, nbytes, algorithm):
 @pytest.mark.parametrize(
     ("world_size", "nbytes", "algorithm", "plan"),
     [
-        # Calls are cut into pieces: 64 KiB with two ranks, 128 KiB with more.
+        # The engine splits a call into pieces: 64 KiB with two ranks, 128 KiB with more.
         (1, MIB, "auto", ("exchange", 0, 0, "rank")),
         (2, MIB, "auto", ("exchange", 16, 10 * MIB, "rank")),
         (3, MOST, "auto", ("exchange", 1, 18 * MOST, "rank")),
@@ -98,7 +98,7 @@ def on_rank_plans(state, nbytes, algorithm):
         (3, 2 * MIB, "direct", ("direct", 32, 26 * MIB, "rank")),
     ],
 )
-def test_plans_of_processes(rank_group_of, world_size, nbytes, algorithm, plan):
+def test_process_plan_names_executed_algorithm(rank_group_of, world_size, nbytes, algorithm, plan):
     found = rank_group_of(world_size).agree(on_rank_plans, nbytes=nbytes, algorithm=algorithm)
     assert found == plan
 
@@ -113,6 +113,6 @@ def test_plans_of_processes(rank_group_of, world_size, nbytes, algorithm, plan):
         ([], "processes", "direct"),
     ],
 )
-def test_auto_depends_on_devices(devices, place, algorithm):
+def test_auto_algorithm_depends_on_devices(devices, place, algorithm):
     assert not devices or Topology.of([torch.device(d) for d in devices]).place == place
     assert choose(place)[0] == algorithm

@@ -1,4 +1,4 @@
-"""Prepared calls: a repeated call is checked again if its tensors have changed."""
+"""Prepared calls: a repeated call validates its arguments again if its tensors have changed."""
 
 import gc
 import random as python_random
@@ -48,7 +48,7 @@ def assert_reduces(pair, tensors, op="sum", **options):
             tensor.detach().mul_(rank + 2)
 
 
-def test_repeated_call_with_changed_arguments(pair):
+def test_repeated_call_follows_changed_arguments(pair):
     tensors = ranks(pair, 1031)
     for op in ("sum", "mean", "max", "sum"):
         before = tensors[0]._version
@@ -59,7 +59,7 @@ def test_repeated_call_with_changed_arguments(pair):
     assert_reduces(pair, tensors, algorithm="direct")
 
 
-def test_repeated_call_after_new_memory(pair):
+def test_repeated_call_follows_new_memory(pair):
     tensors = ranks(pair, 33)
     assert_reduces(pair, tensors)
     old = tensors[1].data
@@ -78,12 +78,12 @@ def test_repeated_call_after_new_memory(pair):
 
 
 @pytest.mark.parametrize("is_new_object", [True, False], ids=["new object", "new data"])
-def test_repeated_call_after_negation(pair, is_new_object):
+def test_repeated_call_detects_negation(pair, is_new_object):
     base = ranks(pair, 8)
     views = [tensor.view(8) for tensor in base]
     for turn in range(40):
         first = torch._neg_view(base[0]) if turn % 2 else base[0].view(8)
-        if is_new_object:  # may reuse the address of the deleted view
+        if is_new_object:  # the new view may reuse the address of the old view
             views = []
             views = [first, base[1].view(8)]
         else:
@@ -91,7 +91,7 @@ def test_repeated_call_after_negation(pair, is_new_object):
         assert_reduces(pair, views)
 
 
-def test_repeated_call_with_bad_tensors(pair):
+def test_repeated_call_with_bad_tensors_raises(pair):
     tensors = ranks(pair, 9)
     assert_reduces(pair, tensors)
     for tensor in tensors:
@@ -103,7 +103,7 @@ def test_repeated_call_with_bad_tensors(pair):
         assert_reduces(pair, tensors)
 
 
-def test_prepared_call_keeps_no_memory(pair):
+def test_prepared_call_does_not_keep_tensors(pair):
     tensors = ranks(pair, 4096)
     pair.all_reduce(tensors)
     watches = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
@@ -112,7 +112,7 @@ def test_prepared_call_keeps_no_memory(pair):
     assert [watch() for watch in watches] == [None] * K
 
 
-def test_random_repeated_calls(pair):
+def test_random_repeated_calls_are_exact(pair):
     draw = python_random.Random(7)
     pool = [ranks(pair, 64, seed=seed) for seed in range(4)]
     for step in range(300):
@@ -167,7 +167,7 @@ def test_bound_call_detects_changed_tensor(pair, kind, how, is_view):
     call()
     before = copies(tensors)
     old = [tensor.detach().view(16, 16) for tensor in tensors]
-    for tensor in tensors:  # of all ranks, or one would wait
+    for tensor in tensors:  # on all ranks, since an unchanged rank would wait
         CHANGES[how](tensor)
     name = r"(tensors?(\[0\])?|lists\[0\]\[0\])"
     for _ in range(2):
@@ -182,7 +182,7 @@ def test_bound_call_detects_changed_tensor(pair, kind, how, is_view):
     assert_all_ranks(copies(others), wanted, how)
 
 
-def test_first_changed_tensor_is_named(comm_of):
+def test_bound_call_names_changed_tensor(comm_of):
     lists = [[torch.ones(2), torch.ones(3)] for _ in range(3)]
     call = comm_of(3).bind_coalesced(lists)
     lists[1][1].resize_(1000)
@@ -192,7 +192,7 @@ def test_first_changed_tensor_is_named(comm_of):
 
 
 @KINDS
-def test_bound_call_releases_memory(cpu_pair, kind):
+def test_deleted_bound_call_frees_tensors(cpu_pair, kind):
     tensors = [torch.ones(4) for _ in range(K)]
     watches = [weakref.ref(tensor) for tensor in tensors]
     call = bind(cpu_pair, kind, tensors)
@@ -206,7 +206,7 @@ def test_bound_call_releases_memory(cpu_pair, kind):
 
 @KINDS
 @pytest.mark.parametrize("is_view", [False, True])
-def test_bound_call_counts_version(cpu_pair, kind, is_view):
+def test_bound_call_increments_tensor_version(cpu_pair, kind, is_view):
     base = [torch.arange(1.0, 7.0).view(2, 3) for _ in range(K)]
     tensors = [one[0] if is_view else one for one in base]
     weight = torch.ones(tensors[0].shape, requires_grad=True)
@@ -220,7 +220,7 @@ def test_bound_call_counts_version(cpu_pair, kind, is_view):
             loss.backward()
 
 
-def test_parameters_and_inference_tensors(cpu_pair):
+def test_bind_accepts_parameters_and_inference_tensors(cpu_pair):
     parameters = [nn.Parameter(torch.ones(2, 1, 3)) for _ in range(K)]
     with torch.no_grad():
         call = cpu_pair.bind_coalesced([[one] for one in parameters])
@@ -234,7 +234,7 @@ def test_parameters_and_inference_tensors(cpu_pair):
     assert tensors[1].tolist() == [4, 4, 4]
 
 
-def test_bound_call_keeps_communicator(make_comm):
+def test_bound_call_of_collected_communicator_raises(make_comm):
     lists = [[torch.ones(3)], [torch.ones(3)]]
     call = pr.Communicator(["cpu"] * 2).bind_coalesced(lists)
     gc.collect()
@@ -256,7 +256,7 @@ def test_bound_call_keeps_communicator(make_comm):
         ({"algorithm": "naive"}, "auto", "rank"),
     ],
 )
-def test_named_algorithm_runs(made, named, order):
+def test_call_runs_named_algorithm(made, named, order):
     with pr.Communicator(["cpu"] * 5, **made) as comm:
         parts = inputs(70_001, torch.float32, 5, 3)
         wanted = folded(parts, "sum", order)
@@ -272,7 +272,7 @@ def test_named_algorithm_runs(made, named, order):
 
 
 @pytest.mark.parametrize("is_bound", [False, True])
-def test_failed_call_counts_as_write(is_bound):
+def test_timed_out_call_increments_version(is_bound):
     versions = []
 
     def call(rank):
@@ -284,14 +284,14 @@ def test_failed_call_counts_as_write(is_bound):
         for _ in range(2 if rank == 0 else 0):
             with pytest.raises(pr.CollectiveTimeout):
                 reduce()
-            versions.append(tensor._version)  # the second call is refused at once
+            versions.append(tensor._version)  # the second call raises at once
 
     with RankPair(timeout=0.5) as pair:
         pair.on_ranks(call)
     assert versions == [1, 1]
 
 
-def test_mixed_layouts_match_between_ranks():
+def test_ranks_may_mix_layouts_not_shapes():
     with RankPair() as pair:
         tensors = [torch.arange(6.0), torch.ones(6, 2)[:, 0]]
         pair.all_reduce(tensors, "mean")
@@ -300,7 +300,7 @@ def test_mixed_layouts_match_between_ranks():
             pair.all_reduce([torch.ones(6), torch.ones(2, 3)])
 
 
-def test_threads_share_communicator():
+def test_two_threads_may_share_communicator():
     def call(rank, _):
         for _ in range(200):
             pair.comms[rank].all_reduce(tensor := torch.ones(8))

@@ -126,7 +126,7 @@ def test_wrong_calls_raise(pair, call, words):
     assert not BASE.any()
 
 
-def test_torch_reduce_op_equals_name(pair):
+def test_torch_reduce_op_is_accepted(pair):
     c10d = torch.distributed.ReduceOp
     by_name = {"sum": c10d.SUM, "mean": c10d.AVG, "max": c10d.MAX, "min": c10d.MIN}
     for name, op in (*by_name.items(), ("prod", c10d.PRODUCT)):
@@ -188,7 +188,7 @@ def test_wrong_lists_raise(comm, what):
     make, words = WRONG_LISTS[what]
     tensors = ranks(3)
     calls = [partial(comm.all_reduce, algorithm=name) for name in ("fused", "ring", "naive")]
-    for call in calls * 2:  # a refused call is not kept as a prepared call
+    for call in calls * 2:  # a refused call must not become a prepared call
         refuse(partial(call, make(tensors)), words, kind=pr.RingarError)
     for call in (comm.all_reduce_coalesced, comm.bind_coalesced, comm.broadcast_coalesced):
         wrong = ([one] for one in make(tensors))
@@ -209,7 +209,7 @@ def test_malformed_array_raises(comm):
 
 def test_wrong_nested_lists_raise(comm):
     lists = [[torch.zeros(2), torch.zeros(3, 2)] for _ in range(3)]
-    tied = [[mine[0], mine[0]] for mine in lists]  # would be summed twice
+    tied = [[mine[0], mine[0]] for mine in lists]  # the same tensor would be summed twice
     for call in (comm.all_reduce_coalesced, comm.bind_coalesced, comm.broadcast_coalesced):
         for wrong, words in (
             ([lists[0], lists[1][:1], lists[2]], r"lists\[1\] has 1 entry, expected 2"),
@@ -248,7 +248,7 @@ def test_wrong_reduce_output_raises(comm):
     assert not shared.any()
 
 
-def test_sources_may_share_memory(comm):
+def test_input_tensors_may_share_memory(comm):
     lists = [[t, t[2:]] for t in ranks(3, (6,))]
     outputs = [torch.zeros(6), torch.zeros(4)]
     comm.reduce_coalesced(outputs, lists)
@@ -263,7 +263,7 @@ def test_sources_may_share_memory(comm):
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "naive", "sharded"])
-def test_algorithm_without_operation_raises(algorithm):
+def test_unsupported_method_of_algorithm_raises(algorithm):
     output, inputs = torch.zeros(6), ranks(3, (6,))
     with pr.Communicator(["cpu"] * 3, algorithm=algorithm) as comm:
         calls = {
@@ -281,14 +281,14 @@ def test_algorithm_without_operation_raises(algorithm):
     assert all(map(torch.equal, inputs, ranks(3, (6,))))
 
 
-def test_missing_devices_are_named():
+def test_error_names_missing_device():
     missing = f"cuda:{torch.cuda.device_count()}"
     refuse(lambda: pr.Communicator(["cpu", missing]), r"devices\[1\]", missing, "cpu")
     refuse(lambda: pr.Communicator(["mps"]), r"devices\[0\]", "mps", "cpu")
 
 
-def test_names_match_engine():
-    """Python repeats the lists of names, since `import pyringar` may not load the engine."""
+def test_python_names_match_engine_names():
+    """Python repeats the engine's lists of names: `import pyringar` must not load the engine."""
     names = load.engine().names()
     assert [str(dtype) for dtype in DTYPES] == [f"torch.{name}" for name in names["dtypes"]]
     assert list(OPS) == names["ops"]

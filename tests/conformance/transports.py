@@ -42,7 +42,7 @@ Function = Callable[..., Any]
 
 
 class ListTransport:
-    """All ranks of a `Communicator`, driven by this process."""
+    """All ranks of a `Communicator`; this process makes each call for all ranks."""
 
     algorithms = ("auto", *NATIVE, *PYTHON)
     entries = ("book", *ALL_REDUCES, *LISTS, *ROOTED, *BROADCASTS, *SHARES)
@@ -74,7 +74,7 @@ class ListTransport:
     def can_run(self, call):
         if call.order == "exact" and ("exact" not in self.orders or call.op not in ("sum", "mean")):
             return False
-        if call.entry == "book":  # allreduce() has neither argument
+        if call.entry == "book":  # pr.allreduce() has no order and no algorithm
             return call.order == "any" and call.algorithm == "auto"
         if call.entry in SHARES and not call.by_communicator:
             return False
@@ -141,7 +141,7 @@ def run_rooted(comm, call, rows, lists):
 
 
 class LockstepCalls:
-    """Threads as ranks of a `Communicator`: one thread makes each call for all."""
+    """Run each rank of a `Communicator` in a thread; one thread makes each call for all ranks."""
 
     def __init__(self, comm):
         self.comm, self.k = comm, comm.world_size
@@ -189,7 +189,7 @@ class LockstepRank:
 
 
 class RankTransport:
-    """Ranks that each make their own calls.
+    """Base of transports on which every rank makes its calls.
 
     Attributes:
         rows: Ids of docs/promises.md, separated by blanks, for a transport without a column there.
@@ -279,7 +279,7 @@ def check_own(state, call):
     if call.k > 1 and call.holds != "arrays":
         check_versions(call, placed)
     order = order_of(call, "direct" if call.entry in SHARES else call.algorithm)
-    # If the strides of one tensor differ between ranks, all tensors are cut in index order.
+    # If the strides of one tensor differ between ranks, a ring splits all tensors in index order.
     lying = {
         tuple(part.is_permuted(r) and part.strides_used(r) for part in call.parts)
         for r in range(call.k)
@@ -288,7 +288,7 @@ def check_own(state, call):
 
 
 class ProcessTransport(RankTransport):
-    """One process per rank, alive as long as the transport."""
+    """Run one process per rank; the processes live as long as the transport."""
 
     join: Function = staticmethod(join)  # creates the communicator in the rank's process
 
@@ -311,7 +311,7 @@ class ProcessTransport(RankTransport):
 
 
 class ProcessCommTransport(ProcessTransport):
-    """`pr.ProcessCommunicator`."""
+    """`pr.ProcessCommunicator` with tensors on the CPU."""
 
     algorithms = PROCESS_ALGORITHMS
     orders = ("any", "rank", "tree", "exact")
@@ -328,8 +328,8 @@ class ProcessCommTransport(ProcessTransport):
         return [nbytes // dtype.itemsize for nbytes in (exchange, slot, 4 * slot, ahead) if nbytes]
 
 
-PIECE = 20_000  # elements of a message between machines
-# The machine of each rank.
+PIECE = 20_000  # elements of one message between machines
+# By world size: the machine of each rank, as one letter.
 PLACES = {1: "a", 2: "ab", 3: "aba", 4: "aabb", 5: "abbcc", 8: "aabbccdd"}
 
 
@@ -372,7 +372,7 @@ REDUCE_OPS = {
 
 
 class TorchCalls:
-    """torch.distributed with the methods of a communicator."""
+    """Methods of a communicator that call torch.distributed."""
 
     def all_reduce(self, tensor, op="sum", *, async_op=False, **_):
         return dist.all_reduce(tensor, REDUCE_OPS[op], async_op=async_op)
@@ -421,7 +421,7 @@ class TorchTransport(RankTransport):
 
 
 class LaunchTransport(TorchTransport):
-    """The ranks of `pr.launch`: threads of this process."""
+    """Ranks that `pr.launch` runs as threads of this process."""
 
     communicator: Callable[[], Any] = TorchCalls
 
@@ -438,7 +438,7 @@ class LaunchTransport(TorchTransport):
 
 
 class NaiveLaunchTransport(LaunchTransport):
-    """`NaiveTransport` on the ranks of `pr.launch`."""
+    """`NaiveTransport` on ranks that `pr.launch` runs as threads."""
 
     communicator = NaiveTransport
     entries = tuple(entry for entry in TorchTransport.entries if entry not in ROOTED)
@@ -460,7 +460,7 @@ def join_backend(state, port, rank, world_size, name, timeout):
 
 
 class BackendTransport(ProcessTransport, TorchTransport):
-    """The backend `ringar` with one process per rank."""
+    """The torch.distributed backend `ringar` with one process per rank."""
 
     join = staticmethod(join_backend)
     world_sizes = (1, 2, 3, 4)
@@ -492,5 +492,5 @@ TRANSPORTS: dict[str, Callable[[], Any]] = {
     "cuda": lambda: ListTransport("cuda:0"),
     "cuda processes": CudaProcessTransport,
 }
-# Transports that share a column of docs/promises.md.
+# Transports without a column in docs/promises.md, and the column that applies to them.
 COLUMNS = {"backend": "launch"}

@@ -13,7 +13,7 @@ from oracle import assert_all_ranks, expected, random
 ON_CPU = os.environ.get("PYRINGAR_TEST_CUDA_ON_CPU") == "1"
 NUM_GPUS = torch.cuda.device_count()
 
-# Marks of each GPU test file, of tests that cannot run on CPU ranks, of tests of two GPUs.
+# Marks: `needed` of every GPU test file, `only` of tests on real GPUs, `two` of tests on two GPUs.
 needed = [
     pytest.mark.cuda,
     pytest.mark.skipif(not ON_CPU and NUM_GPUS == 0, reason="needs a CUDA device"),
@@ -21,9 +21,9 @@ needed = [
 only = pytest.mark.skipif(ON_CPU, reason="cannot run on CPU ranks")
 two = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA devices, here: {NUM_GPUS}")
 
-# Offsets of the tensors from an aligned address, in elements, by rank modulo the tuple length.
+# Offsets of tensors from an aligned address, in elements. Rank r uses entry r modulo the length.
 ALIGNED = (0,)
-SHIFTED = (1,)  # kernels use vectors after some single elements
+SHIFTED = (1,)  # kernels process single elements, then aligned vectors
 MIXED = (0, 1, 3, 2)  # no common alignment: kernels use no vectors
 ALIGNMENTS = (ALIGNED, SHIFTED, MIXED)
 POOL_ROWS, POOL_ELEMS = 16, 40_000
@@ -37,7 +37,7 @@ def pool(dtype):
 
 
 def drawn(numel, dtype, world_size):
-    """Return one flat random tensor per rank. The tensors differ."""
+    """Return one flat random tensor per rank, with different values on every rank."""
     begins = [numel % 61 + rank // POOL_ROWS for rank in range(world_size)]
     return [pool(dtype)[i % POOL_ROWS, at : at + numel] for i, at in enumerate(begins)]
 
@@ -98,7 +98,7 @@ def captured(function):
 
 
 class GuardedRanks:
-    """One tensor per rank in a buffer with guard bytes between them."""
+    """The tensors of all ranks in one buffer, with guard bytes between the tensors."""
 
     def __init__(self, parts, device, shifts=ALIGNED):
         self._dtype = parts[0].dtype

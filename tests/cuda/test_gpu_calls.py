@@ -29,7 +29,7 @@ def edge_sizes(dtype, world_size):
 @pytest.mark.parametrize("world_size", [*range(1, 9), 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("algorithm", NATIVE)
-def test_sizes_and_alignments(ranks_of, algorithm, dtype, world_size):
+def test_sizes_and_alignments_are_exact(ranks_of, algorithm, dtype, world_size):
     for numel in edge_sizes(dtype, world_size):
         parts = gpu.drawn(numel, dtype, world_size)
         for shifts in gpu.ALIGNMENTS:
@@ -37,12 +37,12 @@ def test_sizes_and_alignments(ranks_of, algorithm, dtype, world_size):
 
 
 @pytest.mark.parametrize("algorithm", NATIVE)
-def test_more_tiles_than_blocks(ranks_of, algorithm):
+def test_more_tiles_than_blocks_are_reduced(ranks_of, algorithm):
     parts = [part.repeat(9) for part in inputs(2_000_003, torch.float32, 2)]
     gpu.check(ranks_of(2), parts, "sum", algorithm)
 
 
-def test_many_ranks(make_ranks):
+def test_many_ranks_are_bit_exact(make_ranks):
     """Above 96 ranks a launch uses the large pointer table."""
     for world_size in (9, 11, 17, 33, 64, 100):
         parts = inputs(1031, torch.bfloat16, world_size)
@@ -67,7 +67,7 @@ def test_too_many_ranks_raise(make_ranks, world_size, algorithm, words):
     ("num_tensors", "world_size"), [(24, 4), (25, 2), (121, 2), (1000, 4), (50, 16)]
 )
 def test_many_tensors_need_several_launches(ranks_of, num_tensors, world_size):
-    """The small table holds 24 tensors; the large table 120 tensors or 640 pointers."""
+    """One launch has a table of 24 tensors, or a large table of 120 tensors or 640 pointers."""
     shapes = [(1 + 7 * i % 90,) for i in range(num_tensors)]
     dtypes = (torch.float32, torch.float32, torch.bfloat16) if num_tensors > 500 else FLOATS[1:2]
     parts = gpu.lists_of(shapes, dtypes, world_size)
@@ -104,7 +104,7 @@ class Interface:
 
 @gpu.only
 @pytest.mark.parametrize("has_cupy", [False, True])
-def test_cuda_array_interface(ranks_of, has_cupy):
+def test_cuda_array_interface_is_accepted(ranks_of, has_cupy):
     wrap = pytest.importorskip("cupy").asarray if has_cupy else Interface
     for name in ("float64", "float32", "float16", "int8", "uint8", "int32", "int64"):
         parts = gpu.drawn(1009, getattr(torch, name), 3)

@@ -27,7 +27,7 @@ def on_ranks(device, program, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_collectives(device, dtype):
+def test_collectives_are_bit_exact(device, dtype):
     parts = [random(1027, dtype, rank) for rank in range(K)]
     wanted = expected(parts, "sum", "fused")
 
@@ -80,7 +80,7 @@ def test_fully_sharded_matches_data_parallel(device, seed):
 
 
 @gpu.only
-def test_calls_follow_their_stream(device):
+def test_async_call_follows_current_stream(device):
     def program():
         dist.init_process_group()
         side = torch.cuda.Stream()
@@ -97,7 +97,7 @@ def test_calls_follow_their_stream(device):
 
 
 @gpu.only
-def test_each_rank_has_a_generator(device):
+def test_each_rank_has_random_generator(device):
     def program(pause):
         dist.init_process_group()
         torch.cuda.manual_seed(dist.get_rank())
@@ -113,7 +113,7 @@ def test_each_rank_has_a_generator(device):
     assert alone[0] != alone[1]
 
 
-def test_processes_share_a_gpu(device, tmp_path):
+def test_processes_may_share_one_gpu(device, tmp_path):
     """Use a new interpreter: a process that has used CUDA cannot use it after fork()."""
     script = tmp_path / "program.py"
     script.write_text(

@@ -65,7 +65,7 @@ def assert_same(found, wanted, atol=1e-12):
 
 @CAPS
 @pytest.mark.parametrize("gpus", ["one GPU", two])
-def test_steps_match_plain_module(device, gpus, cap_mb):
+def test_training_steps_match_plain_module(device, gpus, cap_mb):
     plain = make_net(device)
     net = pr.DataParallel(copy.deepcopy(plain), devices_of(gpus, device), bucket_cap_mb=cap_mb)
     train(plain, device)
@@ -74,7 +74,7 @@ def test_steps_match_plain_module(device, gpus, cap_mb):
 
 
 @pytest.mark.parametrize("gpus", ["one GPU", two])
-def test_steps_are_reproducible(device, gpus):
+def test_training_steps_are_reproducible(device, gpus):
     found = []
     for cap_mb in (None, None, 1e-6):
         net = pr.DataParallel(make_net(device), devices_of(gpus, device), bucket_cap_mb=cap_mb)
@@ -100,7 +100,7 @@ def test_batchnorm_statistics_match_plain_module(device, gpus, batchnorm):
 
 @gpu.only
 @pytest.mark.parametrize("gpus", ["one GPU", two])
-def test_backward_on_side_stream(device, gpus):
+def test_backward_runs_on_side_stream(device, gpus):
     plain = make_net(device)
     net = pr.DataParallel(copy.deepcopy(plain), devices_of(gpus, device), bucket_cap_mb=1e-6)
     train(plain, device)
@@ -115,7 +115,7 @@ def test_backward_on_side_stream(device, gpus):
 
 
 @gpu.only
-def test_graph_captures_step(device):
+def test_cuda_graph_captures_training_step(device):
     plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double().to(device)
     net = pr.DataParallel(copy.deepcopy(plain), [device] * 3)
     X = torch.randn(6, 4, dtype=torch.float64, device=device)  # noqa: N806
@@ -145,7 +145,7 @@ def test_device_numbers_are_accepted(device):
 
 
 @gpu.two
-def test_output_device_and_failed_rank():
+def test_error_notes_name_failed_rank():
     class Fails(nn.Linear):
         def forward(self, x):
             if x.device.index == 1 and x.shape[0] == 1:

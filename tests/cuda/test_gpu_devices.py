@@ -25,11 +25,11 @@ def over(devices, **options):
 
 
 def on(*devices):
-    """Return a test parameter that needs these devices."""
+    """Return a test parameter that is skipped without the ``devices``."""
     return pytest.param(devices, marks=gpu.two if 1 in devices else gpu.only, id=str(devices))
 
 
-# CPU ranks with ranks on the current GPU, or with ranks on another GPU.
+# One CPU rank, and two ranks on the current GPU or on another GPU.
 MIXED, MIXED_OTHER_GPU = on("cpu", 0, 0), on("cpu", 1, 1)
 SEVERAL = [on(0, 1), on(0, 0, 1, 1), on(0, 1, 0, 1), on(1, 0, 0)]
 
@@ -37,7 +37,7 @@ SEVERAL = [on(0, 1), on(0, 0, 1, 1), on(0, 1, 0, 1), on(1, 0, 0)]
 @pytest.mark.parametrize("devices", [MIXED, MIXED_OTHER_GPU, *SEVERAL])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("algorithm", ["direct", "ring", "auto"])
-def test_all_reduce(algorithm, dtype, devices):
+def test_all_reduce_is_bit_exact(algorithm, dtype, devices):
     if algorithm == "ring" and "cpu" in devices:
         pytest.skip("refused: see test_mixed_memories_refuse_ring")
     with over(devices, algorithm=algorithm) as comm:
@@ -93,7 +93,7 @@ def check_rooted_lists(comm, root, parts, outputs):
 
 
 @pytest.mark.parametrize("devices", [MIXED])
-def test_mixed_memories_on_streams(devices):
+def test_mixed_memories_follow_stream_order(devices):
     parts = gpu.drawn(2000, torch.float32, 3)
     with over(devices) as comm, torch.cuda.stream(torch.cuda.Stream()):
         bases, sources = gpu.zeros(comm, 2000), gpu.placed(comm, parts)
@@ -120,7 +120,7 @@ def test_mixed_memories_refuse_ring(devices):
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
-def test_streams_of_several_devices(algorithm, is_async, current):
+def test_calls_follow_streams_of_devices(algorithm, is_async, current):
     parts = gpu.drawn(30_011, torch.float32, 2)
     with over((0, 1)) as comm, torch.cuda.device(current):
         tensors, sources = gpu.zeros(comm, 30_011), gpu.placed(comm, parts)
@@ -139,7 +139,7 @@ def test_streams_of_several_devices(algorithm, is_async, current):
 
 
 @gpu.two
-def test_graph_over_several_devices():
+def test_graph_replays_on_two_devices():
     parts = gpu.drawn(30_011, torch.float32, 2)
     with over((0, 1)) as comm:
         tensors, sources = gpu.zeros(comm, 30_011), gpu.placed(comm, parts)
@@ -178,7 +178,7 @@ def run_in_new_process(code, **environment):
 
 
 @gpu.two
-def test_other_gpus_get_no_context():
+def test_unused_gpus_get_no_context():
     assert run_in_new_process(ONE_OF_TWO_GPUS) == ["[False,", "True]"]
 
 
@@ -230,7 +230,7 @@ def test_expandable_segments_give_right_sums():
 
 
 @gpu.two
-def test_withheld_device_times_out():
+def test_withheld_device_raises_timeout():
     with over((0, 1), timeout=0.5, algorithm="ring") as comm:
         tensors = gpu.ones(comm, 1000)
         comm.all_reduce(tensors)

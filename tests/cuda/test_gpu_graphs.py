@@ -51,7 +51,7 @@ def test_captured_calls_keep_tensors(make_ranks):
     graph.replay()
 
 
-def test_graph_replays_many_calls(make_ranks):
+def test_graph_replays_every_collective(make_ranks):
     comm = make_ranks(2)
     shapes = [(3, 5), (1000,), (64, 3)]
     lists = gpu.placed(comm, gpu.lists_of(shapes, (torch.float32,), 2))
@@ -113,7 +113,7 @@ def test_graph_outlives_communicator(make_ranks):
             gpu.assert_ranks(others, expected(parts, "sum", "ring"), f"beside replay {replay}")
 
 
-def test_capture_beside_other_threads(make_ranks):
+def test_capture_allows_calls_in_threads(make_ranks):
     comm = make_ranks(2)
     tensors = gpu.ones(comm, 1000)
     work = comm.all_reduce(tensors, async_op=True)
@@ -147,16 +147,16 @@ def step(networks, batches, bucketer):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_graph_of_training_step(make_ranks, device, overlap):
+def test_graph_step_equals_eager_step(make_ranks, device, overlap):
     torch.manual_seed(5)
     layers = torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)
     replayed = pr.replicate(torch.nn.Sequential(*layers).to(device), [device] * 3)
     batches = [torch.zeros(32, 16, device=device) for _ in replayed]
-    options = {"bucket_cap_mb": 1e-4, "overlap": overlap}  # several buckets
+    options = {"bucket_cap_mb": 1e-4, "overlap": overlap}  # a small cap: several buckets
     with pr.GradientBucketer(replayed, comm=make_ranks(3), **options) as bucketer:
         graph = gpu.captured(lambda: step(replayed, batches, bucketer))
         assert len(bucketer.buckets) > 1
-        eager = copy.deepcopy(list(replayed))  # after the warm-up, which changes the parameters
+        eager = copy.deepcopy(list(replayed))  # copy after the warm-up, which changes parameters
         with pr.GradientBucketer(eager, comm=make_ranks(3), **options) as other:
             for replay in range(3):
                 for batch in batches:

@@ -26,14 +26,14 @@ pytestmark = gpu.needed
 @pytest.mark.parametrize("algorithm", NATIVE)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_call_keeps_stream_order(make_ranks, algorithm, stream, is_async):
-    """The copy into the tensors starts late, so only the stream order gives the right result."""
+    """The input copy starts late, so the result is right only if the call follows the stream."""
     comm = make_ranks(3)
     parts = gpu.drawn(30_011, torch.float32, 3)
     sources = gpu.placed(comm, parts)
     here = torch.cuda.default_stream() if stream == "default" else torch.cuda.Stream()
     with torch.cuda.stream(here):
         tensors, results = gpu.zeros(comm, 30_011), gpu.zeros(comm, 30_011)
-        comm.all_reduce(tensors, algorithm=algorithm, async_op=is_async)  # the first call allocates
+        comm.all_reduce(tensors, algorithm=algorithm, async_op=is_async)  # allocates buffers
         torch.cuda.synchronize()
         torch.cuda._sleep(gpu.SLEEP_CYCLES)
         gpu.copy_all(tensors, sources)
@@ -129,7 +129,7 @@ def test_withheld_rank_times_out(make_ranks, withheld):
     torch.cuda.synchronize()
     comm._group.withhold_rank(withheld)
     started = time.monotonic()
-    comm.all_reduce(tensors)  # a later call raises the timeout
+    comm.all_reduce(tensors)  # no error yet: a later call raises the timeout
     torch.cuda.synchronize()
     assert 0.4 < time.monotonic() - started < 3.0
     waiting = r"all_reduce: rank \d \(cuda:0\) waited 0.5 s for rank \d \(cuda:0\)"
@@ -143,7 +143,7 @@ def test_withheld_rank_times_out(make_ranks, withheld):
 
 
 @gpu.only
-def test_close_raises_late_failure(make_ranks):
+def test_close_raises_late_timeout(make_ranks):
     def late(comm):
         comm._group.withhold_rank(1)
         comm.all_reduce(gpu.ones(comm, 100), algorithm="ring")
@@ -184,7 +184,7 @@ def test_abort_ends_waits(make_ranks, wait):
 
 
 class Late(torch.autograd.Function):
-    """Identity with a slow backward on the stream of its forward."""
+    """Identity with a slow backward, on the stream that ran the forward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -197,7 +197,7 @@ class Late(torch.autograd.Function):
 
 
 @gpu.only
-def test_gradients_on_other_streams(make_ranks, device):
+def test_bucketer_waits_for_backward_streams(make_ranks, device):
     torch.manual_seed(3)
     replicas = pr.replicate(torch.nn.Linear(64, 64, bias=False), [device] * 2)
     inputs = [torch.randn(8, 64, device=device) for _ in replicas]
