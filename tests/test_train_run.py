@@ -98,7 +98,7 @@ def test_host_is_at_most_two_steps_ahead(small, monkeypatch):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["lenet", pytest.param("resnet18", marks=pytest.mark.thorough)])
 def test_compiled_model_trains(model):
-    # With fewer than 8 channels oneDNN writes out of bounds on CPUs without AVX-512 (issue 6035).
+    # With fewer than 8 channels oneDNN writes out of bounds on CPUs without AVX-512 (oneDNN#6035).
     options = {"width": 8} if model == "resnet18" else {}
     options |= {"batch_size": 128, "epochs": 1, "dataset": "synthetic", "compile": True}
     with Trainer(TrainConfig(model=model, **options)) as trainer:
