@@ -58,8 +58,8 @@ enum class RankState : std::uint32_t { kAbsent, kJoined, kLeft };
 
 // The shared state of one rank, which only that rank writes.
 struct alignas(64) RankLine {
-  Flag announced;  // see core/staged_program.h
-  Flag reduced;
+  Flag announced;                   // number of the last message that the rank copied into its slot
+  Flag reduced;                     // number of the last message whose slice the rank reduced
   std::array<CallRecord, 2> calls;  // call s in calls[s % 2]: a rank is at most one call ahead
   alignas(64) std::atomic<RankState> state{RankState::kAbsent};
   std::atomic<std::int32_t> core{-1};      // core of the rank at its last begin_call() or sleep
