@@ -24,7 +24,8 @@ def lazy_names(
 
     def resolve(name: str) -> Any:
         if name not in home_of and name not in subpackages:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            text = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=sys.modules[package])  # for "Did you mean"
         try:
             module = importlib.import_module(home_of.get(name, f"{package}.{name}"))
         except UnsupportedError as error:  # raised if torch has no torch.distributed

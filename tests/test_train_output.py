@@ -319,7 +319,7 @@ def test_missing_compiler_suggests_naive(monkeypatch, capsys):
     monkeypatch.setattr(load, "engine", refuse)
     assert main(LENET) == 1
     assert (
-        "no C++ compiler; or train without the engine: --allreduce naive" in capsys.readouterr()[1]
+        "no C++ compiler. Or train without the engine: --allreduce naive" in capsys.readouterr()[1]
     )
     assert main([*LENET, "--shards", "4"]) == 1
     assert "naive" not in capsys.readouterr().err

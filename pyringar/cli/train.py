@@ -222,5 +222,7 @@ def _load_engines(config: TrainConfig) -> None:
             return
         if config.shards is not None:
             raise
-        advice = "or train without the engine: --allreduce naive"
-        raise CompilerNotFoundError(f"{error}; {advice}") from error
+        advice = "Or train without the engine: --allreduce naive"
+        raise CompilerNotFoundError(
+            f"{error}{'' if str(error).endswith('.') else '.'} {advice}"
+        ) from error

@@ -34,7 +34,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 _RULES: dict[str, tuple[dict[str, tuple[Any, ...]], str]] = {
     "model lenet": (
         {"width": (_FULL_WIDTH,), "batchnorm": ("local",), "channels_last": (None, False)},
-        "which has no such option",
+        "an option of resnet18 alone",
     ),
     "shards": (
         {

@@ -151,8 +151,8 @@ def _fashion_mnist(root: Path) -> ImageData:
             _download(root)
         except RingarError as error:
             raise RingarError(
-                f"neither '{root}' nor its {_PLACES[0]} or {_PLACES[1]} holds {_FILES[0]} (or .gz) "
-                f"and the other three files, and Fashion-MNIST cannot be downloaded: {error}"
+                f"'{root}', {_PLACES[0]} and {_PLACES[1]} in it lack {_FILES[0]} (or .gz) and the "
+                f"other three files, and Fashion-MNIST cannot be downloaded: {error}"
             ) from error
         files = _find_files(root)
     train, test = (_read_half(files, half) for half in _HALVES)
