@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks import rows as files
-from benchmarks.machine import describe_machine
+from benchmarks.machine import OtherPrograms, describe_machine
 from benchmarks.rows import Results, Row
 from benchmarks.timing import Effort, Timing, torch_threads
 
@@ -145,11 +145,15 @@ class Run:
         if why := self.benchmark.why_not(self.results.effort):
             self.skip("the section", why)
             return self.results
+        others = OtherPrograms()
         try:
             with torch_threads(self.benchmark.threads):
                 self.benchmark.measure(self)
         except Exception as error:  # the other sections still run
             self.fail("the section", error)
+        finally:
+            self.results.machine |= others.facts()
+            self.save()
         return self.results
 
     def add(

@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 
 import pyringar
 from pyringar.engine import load
+
+PROC_STAT = Path("/proc/stat")
 
 
 def describe_machine(device: str = "cpu") -> dict[str, Any]:
@@ -52,6 +55,40 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+class OtherPrograms:
+    """Measures the use of the processors by other programs.
+
+    Create and read it while this process has no child: the time of a child counts when it ends.
+    """
+
+    def __init__(self) -> None:
+        self._begin_s, self._begin = time.monotonic(), _foreign_s()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the cores and the mean share since creation, 0 to 1; None except on Linux."""
+        end, elapsed_s, share = _foreign_s(), time.monotonic() - self._begin_s, None
+        if self._begin is not None and end is not None:
+            share = round(min(max((end - self._begin) / elapsed_s / num_cores(), 0.0), 1.0), 3)
+        return {"cores": num_cores(), "other_programs": share}
+
+
+def _foreign_s() -> float | None:
+    """Return seconds that this process's processors spent on other programs since boot."""
+    if not PROC_STAT.exists():
+        return None
+    names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    lines = [line.split() for line in PROC_STAT.read_text().splitlines()]
+    # User, nice and system time. Interrupts are excluded: the benchmark's own messages cause them.
+    ticks = sum(int(value) for name, *values in lines if name in names for value in values[:3])
+    return ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
+
+
+def disturbance(machine: Mapping[str, Any]) -> float:
+    """Return the share of the processors that other programs used, 0 if negligible or unknown."""
+    share = machine.get("other_programs") or 0.0
+    return share if share > max(0.1 / machine.get("cores", 1), 0.02) else 0.0
 
 
 def _cpu_model() -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import MIB, format_s
-from benchmarks.machine import machine_in_words
+from benchmarks.machine import disturbance, machine_in_words
 from benchmarks.process_allreduce import BESIDE
 from benchmarks.report_figures import filename_of, style_of
 from benchmarks.rows import Results, Row, Sections, by_key, limit_of, num_ranks
@@ -41,7 +41,7 @@ def render(sections: Sections, figures: Path | None, gpu_notes: str = "") -> str
     """
     measured = {name: sections[name] for name in SECTIONS if name in sections}
     on_gpu = [name for name, found in measured.items() if found.rows and found.machine.get("gpu")]
-    parts = ["# Benchmark report", *_head(measured), *_faults(measured)]
+    parts = ["# Benchmark report", *_disturbances(measured), *_head(measured), *_faults(measured)]
     parts += ["Summary:", "\n".join(f"- {line}" for line in sentences(measured)), METHOD]
     for name, results in measured.items():
         if not results.rows:
@@ -63,6 +63,13 @@ def _machine(machine: Mapping[str, Any]) -> str:
         f"{machine_in_words(machine)}, {machine['memory_gib']} GiB of memory, {machine['system']}, "
         f"Python {machine['python']}, pyringar {machine['pyringar']} ({about})"
     )
+
+
+def _disturbances(sections: Sections) -> Iterator[str]:
+    shares = {name: disturbance(found.machine) for name, found in sections.items()}
+    if names := ", ".join(name for name, share in shares.items() if share):
+        used = f"other programs used {max(shares.values()):.0%} of the processors"
+        yield f"**Measured while {used}: times and ratios are not reliable.** Sections: {names}."
 
 
 def _head(sections: Sections) -> Iterator[str]:

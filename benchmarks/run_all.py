@@ -1,15 +1,16 @@
 """Measure how fast pyringar is on this machine, beside other libraries, and write a report.
 
     python benchmarks/run_all.py                      # every section that this machine can run
-    python benchmarks/run_all.py --quick              # 4 to 10 minutes, rough figures
+    python benchmarks/run_all.py --quick              # rough figures
     python benchmarks/run_all.py ddp training         # these sections
     python benchmarks/run_all.py allreduce --only "1 MiB" --ranks 2,4
     python benchmarks/run_all.py --out DIR            # writes to DIR instead of ./bench
 
-Each section prints its table when it ends. The folder of --out gets the results files, pictures and
-report.md. Without --out it is a new folder: ./bench, else ./bench-2 and so on. A results file is
-rewritten after each case, so an interrupted run keeps the finished cases. A dry run writes files
-only with --out. Close other programs before you measure.
+--quick takes about 4 minutes on two idle cores, longer on a busy machine. Each section prints its
+table when it ends. The folder of --out gets the results files, pictures and report.md. Without
+--out it is a new folder: ./bench, else ./bench-2 and so on. A results file is rewritten after each
+case, so an interrupted run keeps the finished cases. A dry run writes files only with --out. Close
+other programs before you measure.
 
 Exit status: 0; 1 if a result was wrong or a case raised an error; 2 for a wrong argument.
 """
@@ -19,31 +20,34 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # searched after an installed pyringar
 
 from benchmarks import report_figures, report_page
 from benchmarks.bench import Benchmark, BenchmarkCase, Run
-from benchmarks.machine import describe_machine, machine_in_words
-from benchmarks.rows import Results
+from benchmarks.machine import OtherPrograms, describe_machine, disturbance, machine_in_words
+from benchmarks.rows import Results, num_ranks
 from benchmarks.sections import SECTIONS
 
 CHECK_S = 1.0  # seconds that checks and warm-up add to the time budget of a case
 PROBABLE_COST = 1.5  # real seconds per planned second, assumed until the first case ends
-BAR_WIDTH = 20
+BAR_WIDTH = 10
 WIDTH = 99  # columns of the line on a terminal
-TERMINAL_PERIOD_S, LOG_PERIOD_S = 1.0, 8.0
+TERMINAL_PERIOD_S, LOG_PERIOD_S, REPEAT_S = 1.0, 8.0, 30.0
 
 
 class SectionProgress:
     """Progress over all sections, shown on stderr by a thread.
 
-    A terminal gets one line, rewritten every second. Any other stderr gets a line every 8 seconds.
+    A terminal gets one line, rewritten every second. Any other stderr gets a line every 8 seconds
+    if the line has changed, else every 30 seconds.
 
     Args:
         planned_s: Planned seconds per case, by section.
@@ -51,8 +55,8 @@ class SectionProgress:
     """
 
     def __init__(self, planned_s: dict[str, float], cases: dict[str, list[BenchmarkCase]]) -> None:
-        self._planned_s, self._sections = planned_s, [name for name in cases if cases[name]]
-        self._total_s = sum(planned_s[name] * len(found) for name, found in cases.items())
+        self._planned_s, self._cases = planned_s, {k: v for k, v in cases.items() if v}
+        self._total_s = self._plan_s(list(self._cases))
         self._begin_s = self._advance_s = time.monotonic()
         self._done_s, self._case_s = 0.0, 0.0  # planned seconds: finished cases; this case
         self._activity = "compiling the engine unless it is cached"
@@ -70,27 +74,39 @@ class SectionProgress:
         self.clear()
 
     def begin(self, section: str) -> None:
-        """Show the name and number of a section that begins, unless it has no cases."""
-        self._case_s = self._planned_s[section]
-        if section in self._sections:
-            number = self._sections.index(section) + 1
-            self._activity = f"section {number} of {len(self._sections)} ({section})"
+        """Show a section that begins, and its first case, unless it has no cases."""
+        if section in self._cases:
+            self._begin_case(section, 0)
 
-    def advance(self, section: str) -> None:
-        """Count a finished case of a section."""
-        self._done_s = min(self._total_s, self._done_s + self._planned_s[section])
-        self._advance_s = time.monotonic()
+    def advance(self, section: str, case: BenchmarkCase) -> None:
+        """Show the case after a finished case of a section."""
+        self._begin_case(section, self._cases[section].index(case) + 1)
+
+    def _begin_case(self, section: str, number: int) -> None:
+        names, case_s = list(self._cases), self._planned_s[section]
+        index, cases = names.index(section), self._cases[section][number:]
+        self._done_s = self._plan_s(names[:index]) + number * case_s
+        self._case_s, self._advance_s = case_s if cases else 0.0, time.monotonic()
+        about = f": {cases[0].name}, {num_ranks(cases[0].world_size)}" if cases else ""
+        self._activity = f"section {index + 1} of {len(names)} ({section}){about}"
+
+    def _plan_s(self, names: Sequence[str]) -> float:
+        return sum(self._planned_s[name] * len(self._cases[name]) for name in names)
 
     def line(self, now_s: float) -> str:
-        """Return the progress bar, the section and the time left; ``now_s``: time.monotonic()."""
+        """Return the progress bar, the time left and the case; ``now_s``: time.monotonic()."""
         share = self._done_s / self._total_s if self._total_s else 1.0
         spent_s = self._advance_s - self._begin_s
         cost = spent_s / self._done_s if self._done_s else PROBABLE_COST
-        case_s = min(now_s - self._advance_s, cost * self._case_s)  # capped: later cases need time
-        left_s = (self._total_s - self._done_s) * cost - case_s
+        left_s = (self._total_s - self._done_s) * cost
+        if self._case_s:
+            late_s = now_s - self._advance_s - cost * self._case_s
+            # Assume that a late case needs that long again, and that later cases are late too.
+            cost = max(cost, (now_s - self._begin_s) / (self._done_s + self._case_s))
+            left_s = (self._total_s - self._done_s - self._case_s) * cost + abs(late_s)
         left = f"about {left_s / 60:.0f} min left" if left_s >= 90 else "less than 2 min left"
         bar = "#" * round(share * BAR_WIDTH)
-        return f"[{bar:<{BAR_WIDTH}}] {share:4.0%}, {self._activity}, {left}"
+        return f"[{bar:<{BAR_WIDTH}}] {share:4.0%}, {left}, {self._activity}"
 
     def clear(self) -> None:
         """Clear the terminal's line before other output."""
@@ -103,8 +119,13 @@ class SectionProgress:
             print(text, end="", file=sys.stderr, flush=True)
 
     def _show_regularly(self) -> None:
-        while not self._stop.wait(TERMINAL_PERIOD_S if self._is_terminal else LOG_PERIOD_S):
-            self._print(self.line(time.monotonic()))
+        period_s = TERMINAL_PERIOD_S if self._is_terminal else LOG_PERIOD_S
+        shown, silent_s = "", 0.0
+        while not self._stop.wait(period_s):
+            line, silent_s = self.line(time.monotonic()), silent_s + period_s
+            if self._is_terminal or line != shown or silent_s >= REPEAT_S:
+                self._print(line)
+                shown, silent_s = line, 0.0
 
 
 def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[BenchmarkCase]:
@@ -122,6 +143,10 @@ def measure(sections: Sequence[Benchmark], args: argparse.Namespace) -> dict[str
     }
     planned_s = {b.section: b.efforts[args.effort].budget_s + CHECK_S for b in sections}
     found: dict[str, Results] = {}
+    if args.effort != "trial":
+        others = OtherPrograms()
+        time.sleep(0.5)
+        warn_of_others(others.facts(), "use")
     with SectionProgress(planned_s, cases) as progress:
         machine = machine_in_words(describe_machine())
         progress.clear()
@@ -134,12 +159,19 @@ def measure(sections: Sequence[Benchmark], args: argparse.Namespace) -> dict[str
                 args.effort,
                 cases=cases[name],
                 folder=args.out,
-                tell=lambda case, name=name: progress.advance(name),
+                tell=lambda case, name=name: progress.advance(name, case),
             )
             found[name] = run.measure()
             progress.clear()
             print_section(found[name])
+            warn_of_others(found[name].machine, "used", f" during {name}")
     return found
+
+
+def warn_of_others(machine: dict[str, Any], verb: str, when: str = "") -> None:
+    if share := disturbance(machine):
+        text = f"warning: Other programs {verb} {share:.0%} of the processors{when}"
+        print(f"{text}. Close them and measure again.", file=sys.stderr)
 
 
 def print_section(results: Results) -> None:
@@ -161,7 +193,8 @@ def write_report(folder: Path, sections: dict[str, Results]) -> None:
     if can_draw:
         report_figures.draw(sections, folder / "figures")
     figures = Path("figures") if can_draw else None
-    (folder / "report.md").write_text(report_page.render(sections, figures), encoding="utf-8")
+    page = re.sub(r"(?<!!)\[([^]]+)\]\([^)]+\.md\)", r"\1", report_page.render(sections, figures))
+    (folder / "report.md").write_text(page, encoding="utf-8")  # without links to pages of docs/
     note = "" if can_draw else " (no pictures: matplotlib is not installed)"
     print(f"Wrote {folder / 'report.md'}{note}")
 

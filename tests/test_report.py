@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from benchmarks import allreduce, order_cost, report_page, run_all, sums, tables
+from benchmarks import allreduce, machine, order_cost, report_page, run_all, sums, tables
+from benchmarks.bench import BenchmarkCase
 from benchmarks.peers import registry
 from benchmarks.rows import InputError, Results, Row, limit_of, read, read_folder, text_of, write
 from benchmarks.sections import SECTIONS
@@ -26,6 +30,7 @@ class Trial(NamedTuple):
     status: int
     folder: Path
     printed: str
+    warned: str
 
     @property
     def page(self):
@@ -44,7 +49,7 @@ def no_peers(monkeypatch, tmp_path):
 def trial(tmp_path, capsys):
     def run(*arguments):
         status = run_all.main(["--dry-run", "--out", str(tmp_path / "out"), *arguments])
-        return Trial(status, tmp_path / "out", capsys.readouterr().out)
+        return Trial(status, tmp_path / "out", *capsys.readouterr())
 
     return run
 
@@ -127,12 +132,48 @@ def test_failed_case_skips_no_other_case(trial, monkeypatch):
     assert "FAILED: 4 KiB fp32, 2 ranks: ZeroDivisionError: division by zero" in run.printed
 
 
-def test_progress_shows_section_and_time():
-    progress = run_all.SectionProgress({"a": 60.0, "b": 60.0}, {"a": [None] * 2, "b": [None] * 2})
+@pytest.mark.parametrize(("now_s", "left_min"), [(300.0, 3), (360.0, 2), (540.0, 6), (840.0, 13)])
+def test_progress_shows_time_and_case(now_s, left_min):
+    """Half of the plan took 240 s, so case z should end at 360 s."""
+    w, x, z = (BenchmarkCase(name, 4, ()) for name in "wxz")
+    progress = run_all.SectionProgress({"a": 60.0, "b": 60.0}, {"a": [w], "b": [x, z, w]})
     progress.begin("b")
-    progress._begin_s, progress._advance_s, progress._done_s = 0.0, 240.0, 120.0
-    bar = "[##########          ]"
-    assert progress.line(300.0) == f"{bar}  50%, section 2 of 2 (b), about 3 min left"
+    progress.advance("b", x)
+    progress._begin_s, progress._advance_s = 0.0, 240.0
+    expected = f"about {left_min} min left, section 2 of 2 (b): z, 4 ranks"
+    assert progress.line(now_s) == f"[#####     ]  50%, {expected}"
+
+
+def test_log_omits_repeated_lines(monkeypatch, capsys):
+    progress = run_all.SectionProgress({}, {})
+    stops = iter([*[False] * 6, True])
+    monkeypatch.setattr(progress._stop, "wait", lambda period_s: next(stops))
+    progress._show_regularly()
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_share_of_other_programs(monkeypatch, tmp_path):
+    """In 5 s on processors 0 and 2, all programs use 3 s, and this process 1 s."""
+    monkeypatch.setattr(machine, "PROC_STAT", tmp_path / "stat")
+    assert machine.OtherPrograms().facts()["other_programs"] is None
+    hz, seconds, own_s = os.sysconf("SC_CLK_TCK"), iter([10.0, 15.0]), iter([4.0, 5.0])
+    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2})
+    monkeypatch.setattr(os, "times", lambda: (next(own_s), 0.0, 0.0, 0.0, 0.0))
+    machine.PROC_STAT.write_text("cpu 9 9 9 9\ncpu0 0 0 0 9\ncpu1 0 0 0 9\ncpu2 0 0 0 9")
+    others = machine.OtherPrograms()
+    machine.PROC_STAT.write_text(f"cpu0 {hz} {hz} 0 77\ncpu1 {hz} 0 0 9\ncpu2 0 0 {hz} 9")
+    assert others.facts() == {"cores": 2, "other_programs": 0.2}
+
+
+def test_busy_machine_is_reported(trial, monkeypatch):
+    monkeypatch.setattr(machine, "_foreign_s", lambda: 999 * time.monotonic())
+    run = trial("allreduce")
+    used = "used 100% of the processors"
+    assert f"Other programs {used} during allreduce. Close them and measure again." in run.warned
+    mark = f"**Measured while other programs {used}: times and ratios are not reliable.**"
+    assert run.page.startswith(f"# Benchmark report\n\n{mark}")
+    assert "](algorithms.md)" not in run.page
 
 
 def test_default_output_folder_is_new(monkeypatch, tmp_path):
