@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from benchmarks.bench import Benchmark, BenchmarkCase, Run
-from benchmarks.peers.library_ranks import LibraryRanksError
+from benchmarks.peers.peer_ranks import LibraryRanksError
 from benchmarks.peers.registry import start_our_ranks
 from benchmarks.process_allreduce import case_of, run_case
 from benchmarks.rows import by_key, num_ranks

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 from benchmarks.bench import KIB, MIB, Benchmark, BenchmarkCase, Run, format_size
 from benchmarks.machine import num_cores
-from benchmarks.peers.library_ranks import LibraryRanks
+from benchmarks.peers.peer_ranks import LibraryRanks
 from benchmarks.peers.registry import PEERS, start_our_ranks
 from benchmarks.rows import by_key
 from benchmarks.timing import Effort, Sampler, in_turns

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import pyringar as pr
-from pyringar.parallel.rank_threads import meet, run_in_lockstep, run_ranks
+from pyringar.parallel.rank_runs import meet, run_in_lockstep, run_ranks
 from pyringar.parallel.shards import check_replicas_equal
 
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import process_allreduce, run_all
 from benchmarks.bench import Run
 from benchmarks.peers import registry
-from benchmarks.peers.library_ranks import LibraryRanks, LibraryRanksError
+from benchmarks.peers.peer_ranks import LibraryRanks, LibraryRanksError
 from benchmarks.peers.rank import ROW, CheckedSum
 from benchmarks.peers.registry import PEERS, STAMP, Peer, start_ranks
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.peers.library_ranks import LibraryRanks
+from benchmarks.peers.peer_ranks import LibraryRanks
 
 HERE = Path(__file__).resolve().parent
 VARIABLE = "PYRINGAR_PEERS"

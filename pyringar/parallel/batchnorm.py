@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pyringar.errors import ArgumentError, UnsupportedError
-from pyringar.parallel.rank_threads import meet
+from pyringar.parallel.rank_runs import meet
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 

@@ -18,7 +18,7 @@ from pyringar.parallel import scatter_gather
 from pyringar.parallel.batchnorm import check_batchnorm, synchronise_batchnorm
 from pyringar.parallel.bucket_params import cap_bytes
 from pyringar.parallel.forward_replicas import RankCopies, Replicas
-from pyringar.parallel.rank_threads import has_modes, run_in_lockstep, run_ranks
+from pyringar.parallel.rank_runs import has_modes, run_in_lockstep, run_ranks
 from pyringar.parallel.shards import Device, shard_sizes
 
 _DEFAULT_CAP_MB = 10

@@ -15,7 +15,7 @@ from pyringar.errors import CompilerNotFoundError
 from pyringar.parallel.batchnorm import synchronise_batchnorm
 from pyringar.parallel.bucket_params import Comm
 from pyringar.parallel.bucketer import GradientBucketer
-from pyringar.parallel.rank_threads import run_in_lockstep, run_ranks
+from pyringar.parallel.rank_runs import run_in_lockstep, run_ranks
 from pyringar.parallel.replicate import replicate
 from pyringar.parallel.shards import Devices
 from pyringar.train.config import MODEL_TITLES, TrainConfig

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from pyringar.comm.communicator import Communicator
 from pyringar.errors import ArgumentError
 from pyringar.parallel.bucket_params import Comm
-from pyringar.parallel.rank_threads import run_in_order
+from pyringar.parallel.rank_runs import run_in_order
 from pyringar.parallel.sharded_step import ShardedStep
 from pyringar.parallel.shards import Device, Split, mismatch_flags, shard_sizes, split_batch
 from pyringar.train.config import TrainConfig

@@ -1,4 +1,4 @@
-"""Run a `CallCase` on any transport, and compare the results with the oracle."""
+"""Run a `PromisedCall` on any transport, and compare the results with the oracle."""
 
 import contextlib
 import sys
