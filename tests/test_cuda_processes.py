@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from call_cases import SHARES, Operand, PromisedCall
+from call_cases import SHARES, CallSpec, Operand
 from oracle import same_bits
 from rank_processes import new_name, rank_groups
 from transports import check_on_rank
@@ -115,7 +115,7 @@ def test_two_gpus_give_right_bits(new_rank_group):
         assert outcome.error is None, outcome.trace
     sizes = (1000, limit_bytes("process_slot") // 4 + 1)
     calls = [
-        PromisedCall(entry, 2, (Operand(torch.float32, (2 * numel,)),), by_communicator=True)
+        CallSpec(entry, 2, (Operand(torch.float32, (2 * numel,)),), by_communicator=True)
         for entry in ("all_reduce", "broadcast", *SHARES)
         for numel in sizes
     ]

@@ -10,7 +10,7 @@ from unittest import mock
 import oracle
 import pytest
 import torch
-from call_cases import Operand, PromisedCall
+from call_cases import CallSpec, Operand
 from case_marks import mostly_slow
 from process_checks import error_of
 from rank_processes import RankGroup
@@ -54,7 +54,7 @@ def test_calls_have_promised_bits(machines):
     machines_of = MachinesTransport.__new__(MachinesTransport)
     parts = [Operand(dtype, (numel,)) for dtype in oracle.DTYPES for numel in (0, 4, 28, 30_004)]
     made = [
-        PromisedCall(entry, 4, (part,), op, by_communicator=True, root=root)
+        CallSpec(entry, 4, (part,), op, by_communicator=True, root=root)
         for entry in MachinesTransport.entries
         for i, part in enumerate(parts)
         for op, root in (("sum", i % 4), ("mean", 3))

@@ -1,6 +1,6 @@
 """Test cases of collective calls: tensors of every rank, and expected results.
 
-Tests or Hypothesis create a `PromisedCall`, and every transport (transports.py) runs it. A rank that
+Tests or Hypothesis create a `CallSpec`, and every transport (transports.py) runs it. A rank that
 is a process receives the pickled case, and draws its tensors from the seed.
 """
 
@@ -168,7 +168,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class PromisedCall:
+class CallSpec:
     """One collective call of ``k`` ranks.
 
     Attributes:

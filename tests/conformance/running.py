@@ -1,4 +1,4 @@
-"""Run a `PromisedCall` on any transport, and compare the results with the oracle."""
+"""Run a `CallSpec` on any transport, and compare the results with the oracle."""
 
 import contextlib
 import sys

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from call_cases import Operand, PromisedCall
+from call_cases import CallSpec, Operand
 from case_marks import mostly_slow
 from oracle import DTYPES, FLOATS, OPS, limit_bytes
 from promises import promise
@@ -17,7 +17,7 @@ def calls_of(transport, numel, dtype, k, op, *, draw="random"):
     choices = [(algorithm, "any") for algorithm in transport.algorithms]
     choices += [("direct", "tree"), ("auto", "tree"), ("auto", "exact")]
     part = Operand(dtype, (numel,), seed=numel, draw=draw)
-    calls = [PromisedCall("all_reduce", k, (part,), op, *choice) for choice in choices]
+    calls = [CallSpec("all_reduce", k, (part,), op, *choice) for choice in choices]
     return [call for call in calls if transport.can_run(call)]
 
 
@@ -117,7 +117,7 @@ def test_orders_match_hand_computation(transport):
 @promise("order-tree", "same-bits")
 def test_tree_order_is_bit_exact(transport):
     made = [
-        PromisedCall("all_reduce", k, (part,), op, order="tree", by_communicator=True)
+        CallSpec("all_reduce", k, (part,), op, order="tree", by_communicator=True)
         for k in {*transport.world_sizes, 8}
         for part in (Operand(F32, (257,), draw="masked"), Operand(BF16, (1031,), draw="masked"))
         for op in ("sum", "mean")
@@ -148,7 +148,7 @@ def test_exact_sum_handles_special_values(transport, dtype):
     given = [torch.tensor(row, dtype=torch.float64).to(dtype) for row in zip(*columns, strict=True)]
     part = Operand(dtype, (len(given[0]),), given=tuple(given))
     transport.check(
-        [PromisedCall("all_reduce", 3, (part,), op, order="exact") for op in ("sum", "mean")]
+        [CallSpec("all_reduce", 3, (part,), op, order="exact") for op in ("sum", "mean")]
     )
     # Every 131st element needs the slow path, each at a different position in its block.
     hard = Operand(dtype, (131,), draw="masked")
@@ -157,7 +157,7 @@ def test_exact_sum_handles_special_values(transport, dtype):
         values = hard.values(rank, 3).view(f"i{dtype.itemsize}")
         tensor[::131] = torch.from_numpy(values).view(dtype)
     part = Operand(dtype, (131 * 131,), given=tuple(given))
-    transport.check([PromisedCall("all_reduce", 3, (part,), order="exact")])
+    transport.check([CallSpec("all_reduce", 3, (part,), order="exact")])
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_many_ranks_keep_tree_order(threads):
     numel = limit_bytes("fused_block") // 4 + 77
     threads.check(
         [
-            PromisedCall("all_reduce", k, (Operand(F32, (numel,)),), "mean", order="tree")
+            CallSpec("all_reduce", k, (Operand(F32, (numel,)),), "mean", order="tree")
             for k in (4, 33, 70)
         ]
     )

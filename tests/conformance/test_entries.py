@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from call_cases import LISTS, SHARES, Operand, PromisedCall, Strides
+from call_cases import LISTS, SHARES, CallSpec, Operand, Strides
 from oracle import limit_bytes
 from promises import promise
 
@@ -31,7 +31,7 @@ def check_entry(transport, entry):
         for numel, root in ((0, 0), (k, k - 1), (17 * k, k // 2)):
             parts = tuple(Operand(dtype, (numel + i,), seed=i) for i in range(3))
             is_list = entry in LISTS or entry.endswith("coalesced")
-            call = PromisedCall(entry, k, parts if is_list else parts[:1], op, root=root)
+            call = CallSpec(entry, k, parts if is_list else parts[:1], op, root=root)
             ways = (False, True) if numel == k or entry in SHARES else (False,)
             transport.check(choices(transport, call, ways))
 
@@ -71,7 +71,7 @@ def test_all_methods_run_max_min_prod(transport, op):
         call
         for entry in transport.entries
         for call in choices(
-            transport, PromisedCall(entry, 3, (Operand(torch.float16, (33,)),), op, root=1)
+            transport, CallSpec(entry, 3, (Operand(torch.float16, (33,)),), op, root=1)
         )
     ]
     transport.check(calls)
@@ -86,7 +86,7 @@ def test_large_gathers_and_scatters_are_exact(transport):
             for dtype in (F32, torch.uint8):
                 for entry in SHARES:
                     gaps = (Strides(), Strides((1,), 1)) if dtype == F32 else (Strides(),)
-                    call = PromisedCall(
+                    call = CallSpec(
                         entry, k, (Operand(dtype, (k * numel,), gaps),), by_communicator=True
                     )
                     calls += [call, replace(call, algorithm="ring")]
@@ -98,7 +98,7 @@ def test_large_gathers_and_scatters_are_exact(transport):
 def test_large_broadcasts_copy_all_bits(transport, numel):
     for entry in ("broadcast", "async broadcast"):
         parts = (Operand(torch.float16, (numel,)),)
-        transport.check([PromisedCall(entry, k, parts, root=r) for k in (2, 3) for r in range(k)])
+        transport.check([CallSpec(entry, k, parts, root=r) for k in (2, 3) for r in range(k)])
 
 
 @promise("coalesced", "mixed-lists")
@@ -108,9 +108,9 @@ def test_list_call_equals_single_calls(transport):
         Operand(dtypes[i % 5], (n,), seed=i) for i, n in enumerate((7200, 0, 1, 70_001, 33))
     )
     for op in ("sum", "max"):
-        transport.check(choices(transport, PromisedCall("coalesced", 3, parts[:3], op)))
+        transport.check(choices(transport, CallSpec("coalesced", 3, parts[:3], op)))
         calls = [
-            PromisedCall("coalesced", 3, parts, op, algorithm) for algorithm in transport.algorithms
+            CallSpec("coalesced", 3, parts, op, algorithm) for algorithm in transport.algorithms
         ]
         transport.check(calls)
 

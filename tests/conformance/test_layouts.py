@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 from call_cases import LISTS as COALESCED
-from call_cases import PLAIN, ROOTED, SHARES, Operand, PromisedCall, Strides
+from call_cases import PLAIN, ROOTED, SHARES, CallSpec, Operand, Strides
 from hypothesis import strategies as st
 from oracle import DTYPES, OPS, assert_all_ranks, assert_bits, folded, inputs
 from promises import promise
@@ -52,15 +52,13 @@ NEGATED = (Strides(is_negated=True), Strides((2,), 1, is_negated=True), PLAIN)
 def calls_of(transport, parts, k, *, entries=None, ops=("sum",)):
     parts = tuple(replace(part, seed=i) for i, part in enumerate(parts))
     calls = [
-        PromisedCall(
-            entry, k, parts[:1] if entry not in LISTS else parts, op, algorithm, root=k - 1
-        )
+        CallSpec(entry, k, parts[:1] if entry not in LISTS else parts, op, algorithm, root=k - 1)
         for entry in entries or transport.entries
         for algorithm in transport.algorithms
         for op in ops
     ]
     shared = [
-        PromisedCall(entry, k, parts[:1], by_communicator=True, algorithm=algorithm)
+        CallSpec(entry, k, parts[:1], by_communicator=True, algorithm=algorithm)
         for entry in transport.entries
         for algorithm in transport.algorithms
         if entry in SHARES and parts and parts[0].numel % k == 0
@@ -81,9 +79,7 @@ def test_every_layout_is_bit_exact(transport, name):
 def test_packed_pieces_are_bit_exact(transport):
     """Ranks in processes pack strided tensors in pieces of at most 1 MiB; a row has 0.4 MB."""
     part = Operand(F32, (2, 3, 100_000), (Strides((700_000, 210_000, 2), 1),))
-    transport.check(
-        [PromisedCall("all_reduce", 2, (part,)), PromisedCall("broadcast", 2, (part,), root=1)]
-    )
+    transport.check([CallSpec("all_reduce", 2, (part,)), CallSpec("broadcast", 2, (part,), root=1)])
 
 
 @promise("layouts-differ")
@@ -235,7 +231,7 @@ def random_calls(draw, transport):
     num_parts = draw(st.integers(1, 3)) if is_list else 1
     options = {"is_small": order == "exact", "num_shares": k if entry in SHARES else 1}
     parts = [draw(random_parts(k, seed=i, **options)) for i in range(num_parts)]
-    call = PromisedCall(
+    call = CallSpec(
         entry,
         k,
         tuple(parts),
