@@ -400,6 +400,7 @@ def test_class_is_graded(folder, capsys):
     assert [r["file"] for r in (anna, book, cut, other)] == names
     assert {r["out_of"] for r in rows("marks.csv")} == {"100"}
     assert [r["marks"] for r in rows("marks.csv")] == ["100", "0", "0", "0"]
+    assert [r["costs"] for r in rows("marks.csv")] == ["", "no sum 100", *2 * ["loading 100"]]
     assert {anna[name] for name in REQUIRED} == {"pass"}
     assert [name for name in REQUIRED if book[name] == "fail"] == ["in place", "list"]
     assert book["first_look_at"] == "in place"
@@ -485,10 +486,8 @@ def test_wrong_arguments_start_no_grading(folder, capsys, arguments, words):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("planted")])
 def test_interrupted_grading_resumes(folder, verdicts, error, capsys):
-    Path("marks.csv").write_text("old")
     verdicts["book.py"] = error
     assert main(["check", "class", "--csv", "marks.csv"]) in (1, 130)
-    assert Path("marks.csv").read_text() == "old"
     assert [row["file"] for row in rows("marks.csv.part")] == ["class/anna.py"]
     assert "marks.csv.part has 1 rows; go on with --resume" in capsys.readouterr().err
     assert main(["check", "class", "--csv", "marks.csv"]) == 2
@@ -504,6 +503,8 @@ def test_interrupted_grading_resumes(folder, verdicts, error, capsys):
         "1 of 4 pass all 13 properties; marks.csv has a row for each\n"
     )
     assert not Path("marks.csv.part").exists()
+    assert main(["check", "class/anna.py", "--csv", "marks.csv"]) == 2
+    assert "--csv is 'marks.csv', which exists: add rows" in capsys.readouterr().err
     (folder / "new.py").write_text(GOOD)
     assert main(["check", "class", "--csv", "marks.csv", "--resume"]) == 1
     assert [row["file"] for row in rows("marks.csv")][4:] == ["class/new.py"]
@@ -564,7 +565,7 @@ def test_odd_text_is_kept_in_csv(tmp_path):
     assert (first["strides"], first["first_look_at"]) == ("fail", "strides")
     assert (second["message"], second["marks"], second["sum"]) == (500 * "x", "0", "fail")
     before, after = (
-        ["file", "function", "marks", "out_of"],
+        ["file", "function", "marks", "out_of", "costs"],
         ["first_look_at", "message", "imports", "remark"],
     )
     assert list(first) == [*before, *REQUIRED, *after]

@@ -1,19 +1,28 @@
-"""Find the mistake behind a failed property, so that a mark counts each mistake once.
+"""Find the mistakes behind a failed property, so that a mark counts each mistake once.
 
 The basic call has two ranks and contiguous float32 tensors with an even number of elements. A
 failing call differs from it in several ways. The finder applies each difference alone to the basic
-call. The first one that makes it fail is the mistake, and has the name of a property.
+call. The first one that makes it fail is a mistake. Then the finder runs the property again without
+the calls that have this difference, to find the other mistakes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pyringar.grading.checks import Check, Subject, same_bits, wrong_value
-from pyringar.grading.graded_calls import CallCase, Failure, even_case, layout_names
+from pyringar.grading.graded_calls import (
+    CallCase,
+    Failure,
+    GradedCall,
+    OddResult,
+    even_case,
+    layout_names,
+)
 
 COSTS = {
     "no sum": 100,  # in the basic call, a rank's tensor is not even near the sum
@@ -21,50 +30,98 @@ COSTS = {
     "unstable": 50,  # the sums are wrong in only some runs
     "digits": 40,  # sums of integers are right, other sums too inaccurate
     "ranks": 50,
-    "in place": 40,
+    "other memory": 40,
     "sizes": 30,
+    "too slow": 30,
 }
 """Points of 100 that a mistake costs; `OTHER_COST` if it is not named here."""
 OTHER_COST = 10
 LEAST_POINTS = 10  # least mark of a function without the mistake "no sum"
 TOO_SLOW = "too slow"
+ONE_RANK = "one rank"
+_INCLUDED = (("ranks", ONE_RANK), ("unstable", "repeatable"))  # the first includes the second
+_DIFFERENCES: dict[str, Callable[[CallCase], bool]] = {
+    ONE_RANK: lambda case: case.k == 1,
+    "ranks": lambda case: case.k != 2,
+    "sizes": lambda case: case.layout == "contiguous" and case.numel != even_case(case.k).numel,
+    "dtypes": lambda case: case.dtype != torch.float32,
+    "strides": lambda case: case.layout != "contiguous",
+    "mixed strides": lambda case: len(layout_names(case.layout)) > 1,
+    "nan and inf": lambda case: case.values == "special",
+}
 _REPETITIONS = 3
+_MOST_REPETITIONS = 20  # of the basic call, until a run is right
 
 
 class _Attempt(NamedTuple):
-    """The outcome of one call. ``is_near``: wrong results are nearly sums, such as the mean."""
+    """The outcome of one call.
+
+    ``is_like_sum``: wrong results are like a known mistake, such as the mean. ``is_near``: that, or
+    at least half of the elements are right.
+    """
 
     is_right: bool
+    is_like_sum: bool = False
     is_near: bool = False
     results: Sequence[object] = ()
 
 
 class CauseFinder:
-    """Finds the mistake behind each failure of a function, and caches the results of calls."""
+    """Finds the mistakes behind the failures of a function, and caches the results of calls."""
 
     def __init__(self) -> None:
         self._tried: dict[CallCase, list[_Attempt]] = {}
 
-    def find(self, check: Check, failure: Failure, subject: Subject) -> str:
-        """Return a key of `COSTS`, or the name of a property."""
-        if cause := self._cause_in_basic_call(subject):
-            return cause
+    def find(self, check: Check, failure: Failure, subject: Subject) -> tuple[str, ...]:
+        """Return keys of `COSTS`, or names of properties."""
+        basic = self._cause_in_basic_call(subject)
+        if basic in ("no sum", "unstable"):
+            return (basic,)
+        accepted = self._accepted(subject, basic)
+        causes = [basic] if basic else []
+        repaired = _Repaired(subject, accepted if basic else "")
+        found: Failure | None = failure
+        while len(repaired.differences) < len(_DIFFERENCES):
+            if causes:
+                found = _failure(check, repaired)
+            if found is None:
+                break
+            cause = self._cause(check, found, subject, accepted)
+            causes.append("other memory" if cause == "in place" else cause)
+            # Stop after a mistake that is not a difference between calls.
+            if cause not in _DIFFERENCES or not _DIFFERENCES[cause](found.tried):
+                break
+            repaired.differences.add(cause)
+        return tuple(dict.fromkeys(causes))
+
+    def _accepted(self, subject: Subject, basic: str) -> str:
+        """Return the name of the field of `_Attempt` that the basic call has."""
+        if not basic:
+            return "is_right"
+        is_like_sum = all(a.is_like_sum for a in self._attempts(subject, even_case(2)))
+        return "is_like_sum" if is_like_sum else "is_near"
+
+    def _cause(self, check: Check, failure: Failure, subject: Subject, accepted: str) -> str:
         case = failure.tried
         attempts = self._attempts(subject, case)
-        is_right_now = all(attempt.is_right for attempt in attempts)
-        if not is_right_now and _is_unstable(attempts):
+        is_accepted_now = all(getattr(attempt, accepted) for attempt in attempts)
+        if not is_accepted_now and _is_unstable(attempts):
             return "unstable"
-        if is_right_now:
+        if is_accepted_now:
             return "unstable" if failure.is_wrong_sum else check.name
         for cause, simple in _simpler_cases(case):
-            if not all(attempt.is_right for attempt in self._attempts(subject, simple)):
+            if not all(getattr(attempt, accepted) for attempt in self._attempts(subject, simple)):
                 return cause
         return check.name
 
     def _cause_in_basic_call(self, subject: Subject) -> str:
         integers = self._attempts(subject, even_case(2))
-        if not any(attempt.is_right for attempt in integers):
-            return "wrong sum" if all(a.is_near for a in integers) else "no sum"
+        if all(not a.is_right and a.is_near for a in integers):
+            return "wrong sum"
+        while not any(a.is_right for a in integers):
+            if len(integers) >= _MOST_REPETITIONS or not integers[-1].results:
+                return "no sum"
+            integers.append(_attempt(subject, even_case(2)))
         digits = self._attempts(subject, even_case(2, values="random"))
         if all(attempt.is_right for attempt in (*integers, *digits)):
             return ""
@@ -80,16 +137,61 @@ class CauseFinder:
         return self._tried[case]
 
 
+class _Repaired(Subject):
+    """A function whose known mistakes are repaired, so that a check finds the next mistake.
+
+    Calls with one of ``differences`` get the right sums. If the basic call is wrong, results that
+    are equally wrong (``accepted``) are replaced by the right sums.
+    """
+
+    def __init__(self, subject: Subject, accepted: str) -> None:
+        super().__init__(subject.fn, subject.devices)
+        self.differences: set[str] = set()
+        self._subject, self._accepted = subject, accepted
+
+    def run(self, case: CallCase, inputs: Sequence[Tensor] | None = None) -> GradedCall:
+        is_known = any(_DIFFERENCES[name](case) for name in self.differences)
+        if is_known or (self._accepted and case.values != "positional"):
+            return _with_sums(GradedCall(case, self.devices, inputs))
+        call = self._subject.run(case, inputs)
+        if self._accepted and getattr(_outcome(call), self._accepted):
+            return _with_sums(call)
+        return call
+
+
+def _with_sums(call: GradedCall) -> GradedCall:
+    total, _ = call.expected
+    for rank in range(call.case.k):
+        for found in (call.given[rank], call.result(rank)):
+            if OddResult.of(found, call.case) is None:
+                found.detach().copy_(total.view(call.case.shape))
+    return call
+
+
+def _failure(check: Check, subject: Subject) -> Failure | None:
+    try:
+        check.look(subject)
+    except Failure as failure:
+        return failure
+    except TimeoutError:  # keep the causes found so far
+        return None
+    return None
+
+
 def _attempt(subject: Subject, case: CallCase) -> _Attempt:
     try:
-        call = subject.run(case)
+        return _outcome(subject.run(case))
     except (Failure, TimeoutError):
         return _Attempt(False)
-    ranks = range(case.k)
+
+
+def _outcome(call: GradedCall) -> _Attempt:
+    ranks = range(call.case.k)
     failures = [wrong_value(call, rank, call.given[rank]) for rank in ranks]
     is_right = not any(failures) and not any(wrong_value(call, r, call.result(r)) for r in ranks)
+    is_like_sum = all(failure is None or failure.is_like_sum for failure in failures)
     is_near = all(failure is None or failure.is_near for failure in failures)
-    return _Attempt(is_right, is_near, tuple(call.given))
+    return _Attempt(is_right, is_like_sum, is_near, tuple(call.given))
 
 
 def _is_unstable(attempts: Sequence[_Attempt]) -> bool:
@@ -109,7 +211,7 @@ def _simpler_cases(case: CallCase) -> Iterator[tuple[str, CallCase]]:
     """Yield calls with one difference from the basic call, and that difference's property."""
     for values in ("positional", "random"):
         if case.k != 2:
-            yield "ranks", even_case(case.k, values=values)
+            yield ONE_RANK if case.k == 1 else "ranks", even_case(case.k, values=values)
         if case.layout == "contiguous" and case.numel != even_case(case.k).numel:
             yield "sizes", CallCase(2, case.shape, values=values)
         yield "dtypes", even_case(2, dtype=case.dtype, values=values)
@@ -119,12 +221,17 @@ def _simpler_cases(case: CallCase) -> Iterator[tuple[str, CallCase]]:
     yield "nan and inf", even_case(2, values=case.values)
 
 
-def points(failures: Iterable[tuple[str, str]]) -> int:
-    """Return the mark, 0 to 100, for failures given as (property, cause)."""
-    costs: dict[str, int] = {}
-    for name, cause in failures:
-        cost = COSTS.get(name if cause == TOO_SLOW else cause, OTHER_COST)
-        costs[cause] = max(costs.get(cause, 0), cost)
-    if "no sum" in costs:
-        return 0
-    return max(100 - sum(costs.values()), LEAST_POINTS)
+def costs(causes: Iterable[str]) -> dict[str, int]:
+    """Return the points that each mistake costs."""
+    found = {cause: COSTS.get(cause, OTHER_COST) for cause in causes}
+    if "no sum" in found:
+        return {"no sum": COSTS["no sum"]}
+    for cause, included in _INCLUDED:
+        if cause in found:
+            found.pop(included, None)
+    return found
+
+
+def points(costs: dict[str, int]) -> int:
+    """Return the mark, 0 to 100."""
+    return 0 if "no sum" in costs else max(100 - sum(costs.values()), LEAST_POINTS)

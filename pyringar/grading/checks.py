@@ -81,13 +81,14 @@ def wrong_value(call: GradedCall, rank: int, found: Any) -> Failure | None:
         return None
     index = int((~right).nonzero()[0])
     want, have = expected[index].item(), got[index].item()
-    hint, is_near = _hint(call, rank, got, right)
+    hint, is_like_sum = _hint(call, rank, got, right)
     failure = Failure(
         case,
         f"{hint}{': ' if hint else ''}rank {rank}, element {index}: expected {want}, got {have}",
         **{"rank": rank, "index": index, "expected": want, "got": have},
     )
-    failure.is_near = is_near or 2 * int(right.sum()) >= len(right)
+    failure.is_like_sum = is_like_sum
+    failure.is_near = is_like_sum or 2 * int(right.sum()) >= len(right)
     return failure
 
 
@@ -103,17 +104,22 @@ def _is_right(got: Tensor, expected: Tensor, bound: Tensor | float) -> Tensor:
 def _hint(call: GradedCall, rank: int, got: Tensor, right: Tensor) -> tuple[str, bool]:
     """Return the likely mistake in words, and whether every rank's values are in the result."""
     expected, bound = call.expected
-    if call.case.k == 1:
-        return "", False
+    inputs = [x.to(expected.dtype) for x in call.inputs]
+    is_float = call.case.dtype.is_floating_point
+    terms = torch.stack(inputs).double().abs().sum(0)
 
-    def is_like(value: Tensor) -> bool:
+    def is_like(value: Tensor, bound: Tensor | float = bound) -> bool:
         return bool(_is_right(got, value, bound).all())
 
-    inputs = [x.to(expected.dtype) for x in call.inputs]
-    if is_like(inputs[rank]):
+    if call.case.k == 1:
+        return "", is_like(expected + inputs[0])
+    mean = torch.div(expected, call.case.k, rounding_mode=None if is_float else "trunc")
+    rounding = call.case.k * torch.finfo(call.case.dtype).eps * terms if is_float else 0.0
+    is_mean = is_like(mean, rounding)
+    if is_like(inputs[rank]):  # with three ranks, rank 1's positional values are also the mean
         returned = f"; the function returned a {call.returned} instead" if call.returned else ""
-        return f"rank {rank} still holds its own values{returned}", False
-    if call.case.dtype.is_floating_point and is_like(expected / call.case.k):
+        return f"rank {rank} still holds its own values{returned}", is_mean
+    if is_mean:
         return "this is the mean, not the sum", True
     for other, values in enumerate(inputs):
         if is_like(expected - values):
@@ -125,11 +131,10 @@ def _hint(call: GradedCall, rank: int, got: Tensor, right: Tensor) -> tuple[str,
         return f"only the last {len(right) - first_wrong} elements are wrong", False
     if bool(right[expected.isfinite()].all()):
         return "only NaN and infinities are wrong", False
-    terms = torch.stack(inputs).double().abs().sum(0)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         near = call.case.k * torch.finfo(dtype).eps * terms
         if bool(((got.double() - expected.double()).abs() <= near).all()):
-            return f"computed in {dtype_name(dtype)}?", False
+            return f"computed in {dtype_name(dtype)}?", True
     return "", False
 
 

@@ -89,10 +89,11 @@ def even_case(k: int, **options: Any) -> CallCase:
 class Failure(Exception):  # noqa: N818
     """A failed property: a text, and the case that shows the failure.
 
-    ``is_wrong_sum``: False if the sums are right but violate another requirement. ``is_near``: the
-    wrong result is nearly the sum, such as the mean.
+    ``is_wrong_sum``: False if the sums are right but violate another requirement. The wrong result
+    ``is_like_sum``, such as the mean, or ``is_near``: that, or half of the elements are right.
     """
 
+    is_like_sum = False
     is_near = False
 
     def __init__(

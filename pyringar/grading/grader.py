@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from pyringar.choices import check_positive
 from pyringar.comm.jobs import Jobs
 from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError
-from pyringar.grading.causes import TOO_SLOW, CauseFinder, points
+from pyringar.grading.causes import ONE_RANK, TOO_SLOW, CauseFinder, costs, points
 from pyringar.grading.checks import CHECKS, Check, Subject
 from pyringar.grading.graded_calls import CallCase, Failure
 from pyringar.grading.solution import function_name
@@ -36,15 +37,15 @@ class Property:
         detail: The description of the pass or the failure.
         case: The smallest case that shows a failure: ``k``, ``shape``, ``numel``, ``dtype``,
             ``layout``, ``values``, and if known ``rank``, ``index``, ``expected`` and ``got``.
-        cause: The mistake that made the property fail, such as ``"no sum"`` or ``"sizes"``.
-            Properties with an equal cause cost marks once.
+        causes: The mistakes that made the property fail, such as ``"no sum"`` or ``"sizes"``.
+            A mistake costs marks once, even if it is the cause of several failures.
     """
 
     name: str
     verdict: str
     detail: str
     case: dict[str, Any] | None = None
-    cause: str = ""
+    causes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,26 @@ class GradeReport:
 
     @property
     def first_look_at(self) -> Property | None:
-        """Return the first failure, which explains most others; None if all passed."""
-        return self.failed[0] if self.failed else None
+        """Return the failure that explains most others; None if all passed.
+
+        It is the first failure, or the property of the mistake behind the first failure.
+        """
+        if not self.failed:
+            return None
+        first = self.failed[0]
+        cause = next(iter(first.causes), first.name)
+        name = "ranks" if cause == ONE_RANK else cause
+        return next((p for p in self.failed if p.name == name), first)
+
+    @property
+    def costs(self) -> dict[str, int]:
+        """Return the points that each mistake costs."""
+        return costs(cause for p in self.failed for cause in p.causes or (p.name,))
 
     @property
     def points(self) -> int:
-        """Return the mark, 0 to 100: 100 minus the cost of each cause."""
-        return points((p.name, p.cause) for p in self.failed)
+        """Return the mark, 0 to 100: 100 minus the cost of each mistake."""
+        return points(self.costs)
 
     def __getitem__(self, name: str) -> Property:
         return {found.name: found for found in self.properties}[name]
@@ -94,7 +108,7 @@ class GradeReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as values for JSON."""
         first = self.first_look_at
-        summary = {"passed": self.passed, "points": self.points}
+        summary = {"passed": self.passed, "marks": self.points, "costs": self.costs}
         return {**summary, "first_look_at": first and first.name, **asdict(self)}
 
     def __str__(self) -> str:
@@ -113,11 +127,11 @@ class GradeReport:
             return "\n".join([*lines, "", *remark, f"passed: all {required} required properties"])
         names = ", ".join(p.name for p in failed)
         last = f"FAILED: {len(failed)} of {required} required properties: {names}"
-        causes = ", ".join(dict.fromkeys(p.cause for p in failed))
+        causes = ", ".join(self.costs)
         lines += ["", *remark, *textwrap.wrap(last, columns)]
         lines.append(f"mark: {self.points} of 100, for: {causes}")
-        if len(failed) > 1:
-            lines.append(f"first look at: {failed[0].name}")
+        if len(failed) > 1 and self.first_look_at:
+            lines.append(f"first look at: {self.first_look_at.name}")
         return "\n".join(lines)
 
 
@@ -179,7 +193,9 @@ def judge_all(
     for check in CHECKS:
         if hangs == _MAX_HANGS:
             detail = f"not run: {hangs} other properties timed out"
-            verdicts.append(Property(check.name, check.verdict_on_failure, detail, cause=TOO_SLOW))
+            verdicts.append(
+                Property(check.name, check.verdict_on_failure, detail, causes=(TOO_SLOW,))
+            )
             continue
         tested = subject()
         try:
@@ -203,25 +219,29 @@ def _failed(
     verdict, detail = check.verdict_on_failure, str(failure)
     if verdict == "reported":
         return Property(check.name, verdict, detail, failure.case)
-    try:
-        cause = within_limit(lambda subject: finder.find(check, failure, subject)) or check.name
-    except TimeoutError:
-        cause = check.name
-    if cause == "unstable":
+    causes: tuple[str, ...] = ("no sum" if check is CHECKS[0] else check.name,)
+
+    def find(subject: Subject) -> None:
+        nonlocal causes
+        causes = finder.find(check, failure, subject)
+
+    with contextlib.suppress(TimeoutError):
+        within_limit(find)
+    if "unstable" in causes:
         detail = f"looks like a race: results differ between runs: {detail}"
-    if cause == "unstable" or (check.name == "repeatable" and not failure.is_wrong_sum):
+    if "unstable" in causes or (check.name == "repeatable" and not failure.is_wrong_sum):
         verdict = "unstable"
-    return Property(check.name, verdict, detail, failure.case, cause)
+    return Property(check.name, verdict, detail, failure.case, causes)
 
 
 def _timed_out(check: Check, case: CallCase | None, timeout_s: float) -> Property:
     verdict = "timeout" if check.verdict_on_failure == "fail" else check.verdict_on_failure
-    cause = "no sum" if check is CHECKS[0] else TOO_SLOW
+    causes = ("no sum" if check is CHECKS[0] else TOO_SLOW,)
     detail = f"no answer within {timeout_s:g} s"
     if case is None:
-        return Property(check.name, verdict, detail, cause=cause)
+        return Property(check.name, verdict, detail, causes=causes)
     late = Failure(case, detail)
-    return Property(check.name, verdict, str(late), late.case, cause)
+    return Property(check.name, verdict, str(late), late.case, causes)
 
 
 def _within(timeout_s: float, work: Callable[[], str | None]) -> str | None:

@@ -19,7 +19,7 @@ from pyringar.grading.solution import Solution, printable
 REQUIRED = tuple(check.name for check in CHECKS if check.verdict_on_failure == "fail")
 OUT_OF = 100
 _LAST = ("first_look_at", "message", "imports", "remark")
-_HEAD = ("file", "function", "marks", "out_of", *REQUIRED, *_LAST)
+_HEAD = ("file", "function", "marks", "out_of", "costs", *REQUIRED, *_LAST)
 _MAX_MESSAGE = 500
 
 
@@ -53,13 +53,15 @@ class MarkedSolution:
         if self.report is not None:
             return {**exact, **self.report.as_dict()}
         message = {"first_look_at": "loading", "error": self.trouble}
+        exact["costs"] = {"loading": OUT_OF}
         return {**exact, "passed": False, **message, "properties": []}
 
     def line(self, width: int, name_width: int) -> str:
         """Return the row of the table, of at most ``width`` columns."""
         name = printable(self.target.where)
         if len(name) > name_width:
-            name = "..." + name[3 - name_width :]
+            start = (name_width - 3) // 2
+            name = f"{name[:start]}...{name[start + 3 - name_width :]}"
         first, message = self.first_look_at
         # Omit the file's name, which is in the first column.
         words = message.partition(" failed with ") if self.report is None else (message, "", "")
@@ -76,11 +78,13 @@ class MarkedSolution:
         """The cells of the CSV file."""
         verdicts = {p.name: p.verdict for p in self.report.properties} if self.report else {}
         first, message = self.first_look_at
+        costs = self.report.costs if self.report else {"loading": OUT_OF}
         remark = self.report.remark if self.report else ""
         return [
             *_names(self.target),
             str(self.marks),
             str(OUT_OF),
+            "; ".join(f"{name} {cost}" for name, cost in costs.items()),
             *(verdicts.get(name, "fail") for name in REQUIRED),
             first,
             _cell(printable(message)[:_MAX_MESSAGE]),
@@ -100,6 +104,11 @@ class MarksFile:
                 f"--csv is '{path}', but '{self.part}' has the rows of a grading that did not end: "
                 "go on with --resume, or remove it"
             )
+        if path.exists() and not resume:
+            raise ArgumentError(
+                f"--csv is '{path}', which exists: add rows to it with --resume, or name another "
+                "file"
+            )
         before = next((p for p in (self.part, path) if resume and p.exists()), None)
         self.rows = _complete_rows(before) if before else []
 
@@ -109,7 +118,7 @@ class MarksFile:
     @property
     def num_passed(self) -> int:
         passes = ["pass"] * len(REQUIRED)
-        return sum(row[4 : 4 + len(REQUIRED)] == passes for row in self.rows)
+        return sum(row[5 : 5 + len(REQUIRED)] == passes for row in self.rows)
 
     def begin(self) -> None:
         self._write("wb", [_HEAD, *self.rows])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import linecache
@@ -111,7 +112,7 @@ def _import(solution: Solution, limit_s: float) -> tuple[Any, str]:
 
 
 def _run_file(solution: Solution) -> tuple[ModuleType, str]:
-    """Run a file or a notebook; continue after a failed cell, which others may not need."""
+    """Run a file or a notebook; continue after a failed statement."""
     path = Path(solution.where).resolve()
     # A solution named torch.py must not replace the module torch.
     name = path.stem if path.stem not in sys.modules else f"checked_{path.stem}"
@@ -129,13 +130,24 @@ def _run_file(solution: Solution) -> tuple[ModuleType, str]:
         if isinstance(code, str):  # tracebacks and inspect.getsource read code from linecache
             lines = code.splitlines(keepends=True)
             linecache.cache[part] = (len(code), None, lines, part)
-        try:
-            exec(compile(code, part, "exec", dont_inherit=True), module.__dict__)
-        except BaseException as error:  # also SystemExit of sys.exit()
-            first_error = first_error or _import_words(error, str(path))
-            if isinstance(error, ImportTimeoutError):
-                break
+        for statement in _statements(code, part):
+            try:
+                exec(compile(statement, part, "exec", dont_inherit=True), module.__dict__)
+            except BaseException as error:  # also SystemExit of sys.exit()
+                first_error = first_error or _import_words(error, str(path))
+                if isinstance(error, ImportTimeoutError):
+                    return module, first_error
     return module, first_error
+
+
+def _statements(code: str | bytes, name: str) -> list[ast.Module | str | bytes]:
+    """Return the top-level statements, each with the __future__ imports; all code if unreadable."""
+    try:
+        body = ast.parse(code, name).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return [code]
+    future = [n for n in body if isinstance(n, ast.ImportFrom) and n.module == "__future__"]
+    return [ast.Module([*future, n], []) for n in body if n not in future]
 
 
 class _IPythonStub:
