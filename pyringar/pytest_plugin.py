@@ -71,16 +71,16 @@ def launch_ranks(request: Any) -> Callable[..., list[Any]]:
     return functools.partial(launch, seed=request.config.getoption("ranks_seed"))
 
 
-def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Raise UsageError if an async test or a unittest.TestCase has the mark ``ranks``."""
-    for item in items:
-        if item.get_closest_marker("ranks") is None:
-            continue
-        test = getattr(item, "obj", None)
-        if inspect.iscoroutinefunction(test) or inspect.isasyncgenfunction(test):
-            raise pytest.UsageError(f"{item.nodeid}: mark 'ranks' needs a function, not async def")
-        if getattr(item, "cls", None) is not None and issubclass(item.cls, unittest.TestCase):
-            raise pytest.UsageError(f"{item.nodeid}: mark 'ranks' needs a function, not a TestCase")
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: Any) -> None:
+    """Fail an async test or a unittest.TestCase with the mark ``ranks``."""
+    if item.get_closest_marker("ranks") is None:
+        return
+    test = getattr(item, "obj", None)
+    if inspect.iscoroutinefunction(test) or inspect.isasyncgenfunction(test):
+        pytest.fail("mark 'ranks' needs a function, not async def", pytrace=False)
+    if getattr(item, "cls", None) is not None and issubclass(item.cls, unittest.TestCase):
+        pytest.fail("mark 'ranks' needs a function, not a TestCase", pytrace=False)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -138,7 +138,10 @@ class _Outcome(BaseException):
 def _run_test(test: Callable[..., object], given: dict[str, Any]) -> None:
     import torch.distributed as dist
 
+    from pyringar.cluster.internals import let_init_replace_default_group
+
     dist.init_process_group()
+    let_init_replace_default_group()
     try:
         test(**given)
     except SystemExit as error:  # launch would count SystemExit(0) as success

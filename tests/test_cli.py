@@ -108,6 +108,9 @@ def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
         ("train lenet --ranks", "pyringar train: --ranks: expected one argument"),
         ("train lenet --lr fast", "pyringar train: --lr is 'fast', expected a number"),
         ("train", "pyringar train: the following arguments are required: model"),
+        ("run", "pyringar run: the following arguments are required: SCRIPT (pyringar run --help)"),
+        ("run --nproc-per-node 2 a.py", "no option --nproc-per-node; did you mean '--ranks'?"),
+        ("run --nproc_per_node=2 a.py", "no option --nproc_per_node; did you mean '--ranks'?"),
         ("train lenett", "pyringar train: model is 'lenett', expected one of lenet, resnet18; did"),
         ("train lenet --allreduce rings", "--allreduce is 'rings', expected one of auto, fused, "),
         ("train lenet --ranks 0", "pyringar train: --ranks is 0, expected a whole number, 1 or"),
@@ -143,6 +146,7 @@ def test_device_hint_needs_a_gpu(count, hint, capsys, monkeypatch):
         ("pyringar train lenet --allreduce s", "sharded"),
         ("pyringar train lenet --save ", ""),
         ("pyringar completion ", "bash zsh"),
+        ("pyringar audit ", "gloo ringar nccl"),
     ],
 )
 def test_bash_completes_words(line, expected, capsys):

@@ -126,7 +126,7 @@ def test_mistake_error_has_rank_table(program, processes):
 
 
 def test_mismatch_error_names_differing_ranks():
-    told = "ranks 0, 2, 3: all_reduce (op sum) of 4 float32; rank 1: broadcast (root 0) of 4"
+    told = "ranks 0, 2, 3: all_reduce (sum) of 4 float32; rank 1: broadcast (root 0) of 4"
     with pytest.raises(pr.ArgumentError, match=re.escape(f"call 1 of the world: {told}")):
         pr.launch(missing_collective, K)
     with pytest.raises(pr.PeerLostError, match="ranks wait for ranks 0, 1, 2, which have ended"):

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import run_programs
+from torch.distributed import init_process_group
 
+from pyringar import pytest_plugin
 from pyringar.cli import main
 
 PROGRAM = '''
@@ -138,7 +140,7 @@ def test_option_after_script_gives_hint(program, capsys):
 
 
 TESTS = """
-import os, pytest, torch, torch.distributed as dist
+import os, pytest, unittest, torch, torch.distributed as dist
 
 @pytest.fixture(params=[2, 3])
 def numel(request):
@@ -177,6 +179,15 @@ def test_fixture(launch_ranks):
     assert launch_ranks(lambda: 3, 2) == [3, 3]
 
 @pytest.mark.ranks(2)
+async def test_async():
+    pass
+
+class TestUnittest(unittest.TestCase):
+    @pytest.mark.ranks(2)
+    def test_method(self):
+        pass
+
+@pytest.mark.ranks(2)
 def test_patches(monkeypatch):
     monkeypatch.setenv("RANK", "77")
 
@@ -203,7 +214,9 @@ def test_marked_tests_run_on_ranks(tmp_path):
     (done,) = run_programs(PYTEST, words, timeout_s=100)
     told = done.stdout + done.stderr
     assert done.returncode == 1, told
-    assert "3 failed, 7 passed, 1 skipped" in told, told
+    assert "5 failed, 7 passed, 1 skipped" in told, told
+    assert "mark 'ranks' needs a function, not async def" in told
+    assert "mark 'ranks' needs a function, not a TestCase" in told
     assert "AssertionError: rank one" in told
     assert "raised by rank 1 of 3" in told or sys.version_info < (3, 11)
     assert "CollectiveTimeout: all ranks wait for each other" in told
@@ -239,6 +252,21 @@ def test_ranks_mark_starts_processes(tmp_path):
     dist.all_reduce(mine)
     assert mine.tolist() == [3.0] * 2
     (tmp_path / str(dist.get_rank())).touch()
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_init_replaces_group_of_mark(launch_ranks, processes):
+    def body():
+        dist.all_reduce(torch.ones(1))
+        init_process_group("gloo")  # replaces the default group of the mark
+        assert dist.get_backend() == ("gloo" if processes else "ringar")
+        dist.all_reduce(mine := torch.ones(1))
+        assert mine.item() == 2
+        with pytest.raises(ValueError, match="twice"):
+            init_process_group("gloo")
+        dist.destroy_process_group()
+
+    launch_ranks(pytest_plugin._run_test, 2, processes=processes, args=(body, {}))
 
 
 @pytest.mark.ranks(2, processes=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pyringar.cli.parser import Parser
 
+_TARGETS = {"audit target": ("gloo", "ringar", "nccl")}  # no `choices`: a function is a target, too
 _EPILOG = """\
 Add this line to ~/.bashrc, with zsh in place of bash to ~/.zshrc:
   eval "$(pyringar completion bash)"
@@ -58,7 +59,7 @@ def _cases(name: str, parser: Parser) -> Iterator[str]:
     names: list[str] = []
     options: list[str] = []
     for action in parser._actions:
-        choices = " ".join(map(str, action.choices or ()))
+        choices = " ".join(map(str, action.choices or _TARGETS.get(f"{name} {action.dest}") or ()))
         names += [] if action.option_strings else choices.split()
         options += [option for option in action.option_strings if option != "-h"]
         if action.nargs != 0:

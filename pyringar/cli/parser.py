@@ -17,6 +17,7 @@ from pyringar.errors import ArgumentError, UnsupportedError
 
 _MIN_COLUMNS, _MAX_COLUMNS = 40, 100
 _LABEL = 11  # columns
+_OF_TORCHRUN = {"--nproc-per-node": "--ranks", "--nproc_per_node": "--ranks"}
 
 
 def _reader(kind: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
@@ -56,8 +57,9 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         first = unknown[0].partition("=")[0]
+        near = _OF_TORCHRUN.get(first, first)
         if first.startswith("-"):
-            self.error(f"there is no option {first}{did_you_mean(first, self.flags().values())}")
+            self.error(f"there is no option {first}{did_you_mean(near, self.flags().values())}")
         self.error(f"{first!r} is one argument too many")
 
     def flags(self) -> dict[str, str]:

@@ -64,9 +64,10 @@ def add_parser(subparsers: Any) -> None:
     add_options(parser, _OPTIONS)
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
-    parser.add_argument(
+    rest = parser.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="for the program"
     )
+    rest.required = False
 
 
 def run(args: argparse.Namespace) -> int:

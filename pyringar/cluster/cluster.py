@@ -199,7 +199,7 @@ class Cluster:
                 if not is_awaited:
                     why = (
                         f"{_PATIENCE} times timeout={self._timeout_s:g}: no other rank waited in a "
-                        "call, they wait to run"
+                        "call: the other ranks were ready to run"
                     )
                 names = names_of([rank.index for rank in running])
                 what = f"{names} ran for {limit_s:g} s without a call of torch.distributed ({why})"

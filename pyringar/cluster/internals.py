@@ -36,6 +36,7 @@ _Call = Callable[..., Any]
 _World: Any = distributed_c10d._World
 _c10d: Any = _distributed_c10d
 _WRAPPERS: dict[str, _Call] = {}  # key: path of the wrapped function
+_replaceable = threading.local()  # `group`: the default group that a mark has made
 _LEVEL = "forward AD, which other ranks have to leave"  # a key of the store; error tables show it
 _WAY = (
     "a process has it once, and the ranks of pr.launch are threads of one process; expected "
@@ -104,6 +105,29 @@ def make_ringar_the_default() -> None:
         return own(size, rank, ranks, backend, *args, **kwargs)
 
     distributed_c10d._new_process_group_helper = make  # type: ignore[assignment]
+
+
+def let_init_replace_default_group() -> None:
+    """Let the next ``init_process_group`` of this thread replace the default group."""
+    _wrap_init()
+    _replaceable.group = dist.group.WORLD
+
+
+@functools.cache
+def _wrap_init() -> None:
+    # Replace the function inside torch's decorator: programs may have imported the outer function.
+    cell: Any = cast("Any", dist.init_process_group).__closure__[0]
+    own = cell.cell_contents
+
+    @functools.wraps(own)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        group = vars(_replaceable).pop("group", None)
+        if group is not None and group is dist.group.WORLD:
+            dist.destroy_process_group()
+            distributed_c10d._world.group_count = 1  # a new name: the store keeps the old keys
+        return own(*args, **kwargs)
+
+    cell.cell_contents = init
 
 
 def run_in_thread_of(rank: RankThread, program: Callable[[], Any]) -> None:

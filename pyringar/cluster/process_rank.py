@@ -271,7 +271,7 @@ class Publisher:
         rows = [[t for t in tree_leaves([arg]) if isinstance(t, torch.Tensor)] for arg in args]
         tensors = next((row for row in reversed(rows) if row), [])  # inputs follow outputs
         ops = [a.reduceOp for a in args if hasattr(a, "reduceOp")]
-        details = [f"op {getattr(op, 'op', op).name.lower()}" for op in ops]
+        details = [getattr(op, "op", op).name.lower() for op in ops]
         details += [f"root {a.rootRank}" for a in args if hasattr(a, "rootRank")]
         number = 0  # stays 0 for a message
         if name in ("send", "recv"):

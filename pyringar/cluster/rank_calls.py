@@ -154,7 +154,8 @@ class RankCall(Wait):
         return f"{self} of {sizes}" if self.are_alike and sizes else str(self)
 
     def __str__(self) -> str:
-        details = ", ".join(f"{name} {value}" for name, value in self.details.items())
+        pairs = self.details.items()
+        details = ", ".join(str(v) if name == "op" else f"{name} {v}" for name, v in pairs)
         return f"{self.what} ({details})" if details else self.what
 
 
