@@ -118,7 +118,7 @@ BENCHMARK = Benchmark(
     section="allreduce",
     title="All ranks in one process",
     about="Time of one call on CPU tensors, one tensor per rank or all parameters of a model. A "
-    "small torch operation on all threads comes before each call. `naive` is the book's loop; "
+    "small torch operation on all threads comes before each call. `naive` is the book's allreduce; "
     "`fused`, `direct`, `ring` and `sharded` are the [algorithms](algorithms.md), `auto` is the "
     "default. `allreduce` is the function `pr.allreduce`; `bound` is a prepared call "
     "(`comm.bind`), which checks its arguments once. The limit reads and writes every buffer once.",

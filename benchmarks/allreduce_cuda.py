@@ -132,7 +132,7 @@ def cases_of(effort: str) -> list[BenchmarkCase]:
 BENCHMARK = Benchmark(
     section="allreduce_cuda",
     title="Several ranks on one GPU",
-    about="Time of one call, all ranks on the same GPU. `naive` is the book's loop. Clocks: "
+    about="Time of one call, all ranks on the same GPU. `naive` is the book's allreduce. Clocks: "
     "`device` is GPU time per call in a row of calls, `graph` the same in a CUDA graph. `done` is "
     "host time from the call until the GPU has finished, `replay` the same for a CUDA graph. "
     "`enqueue` is host time until the call returns. The limit reads and writes every buffer once "

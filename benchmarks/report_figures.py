@@ -33,7 +33,7 @@ class Style(NamedTuple):
 
 
 STYLES = {
-    "naive": Style("the book's loop", GREY, "s"),
+    "naive": Style("the book's allreduce", GREY, "s"),
     "book": Style("the book's loop", GREY),
     "nn.DataParallel": Style("nn.DataParallel", GREY),
     "gloo": Style("gloo", GREY, "s"),
@@ -102,7 +102,7 @@ def draw_section(results: Results) -> Any:
 
 
 def draw_speedup(results: Results) -> Any:
-    """Return a figure of bars: time of the book's loop over time of `auto`, by size and ranks."""
+    """Return bars: time of the book's allreduce over time of `auto`, by size and ranks."""
     panels = size_panels(results.rows)
     sizes = sorted({row.size_bytes or 0 for rows in panels.values() for row in rows})
     figure, axes = pyplot().subplots(figsize=(6, 4.2))
@@ -113,13 +113,13 @@ def draw_speedup(results: Results) -> Any:
         places = [sizes.index(size) + (number - (len(panels) - 1) / 2) * width for size in measured]
         ratios = [times["naive", size] / times["auto", size] for size in measured]
         axes.bar(places, ratios, width, color=color, label=f"{k} ranks")
-    axes.axhline(1, color=BLACK, linestyle="--", linewidth=1.2, label="book's loop")
+    axes.axhline(1, color=BLACK, linestyle="--", linewidth=1.2, label="book's allreduce")
     labels = [format_size(size).replace(" ", "\n") for size in sizes]
     axes.set_xticks(range(len(sizes)), labels)
     axes.yaxis.set_major_formatter("{x:g}x")
     axes.tick_params(labelsize=README_FONT_SIZE)
     axes.set_xlabel("size of each rank's tensor", fontsize=README_FONT_SIZE)
-    axes.set_ylabel("times as fast as the book's loop", fontsize=README_FONT_SIZE)
+    axes.set_ylabel("times as fast as the book's allreduce", fontsize=README_FONT_SIZE)
     axes.grid(visible=False, axis="x")
     return figure
 

@@ -224,7 +224,9 @@ def test_wrong_solutions_fail(fn, failing, words):
     assert len(names) == len(report.failed) or not failing.startswith("only ")
     assert words in report[names[-1]].detail
     if fn is rebinding:
-        last = "properties: in place, list\nmark: 0 of 100, for: no sum\nfirst look at: in place"
+        last = (
+            "properties: in place, list\nmark: 0 of 100, for: sum missing\nfirst look at: in place"
+        )
         assert str(report).endswith(last)
 
 

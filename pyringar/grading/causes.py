@@ -25,7 +25,7 @@ from pyringar.grading.graded_calls import (
 )
 
 COSTS = {
-    "no sum": 100,  # in the basic call, a rank's tensor is not even near the sum
+    "sum missing": 100,  # in the basic call, a rank's tensor is not even near the sum
     "wrong sum": 50,  # in the basic call, every rank has the mean, for example
     "unstable": 50,  # the sums are wrong in only some runs
     "digits": 40,  # sums of integers are right, other sums too inaccurate
@@ -36,7 +36,7 @@ COSTS = {
 }
 """Points of 100 that a mistake costs; `OTHER_COST` if it is not named here."""
 OTHER_COST = 10
-LEAST_POINTS = 10  # least mark of a function without the mistake "no sum"
+LEAST_POINTS = 10  # least mark of a function without the mistake "sum missing"
 TOO_SLOW = "too slow"
 ONE_RANK = "one rank"
 _INCLUDED = (("ranks", ONE_RANK), ("unstable", "repeatable"))  # the first includes the second
@@ -75,7 +75,7 @@ class CauseFinder:
     def find(self, check: Check, failure: Failure, subject: Subject) -> tuple[str, ...]:
         """Return keys of `COSTS`, or names of properties."""
         basic = self._cause_in_basic_call(subject)
-        if basic in ("no sum", "unstable"):
+        if basic in ("sum missing", "unstable"):
             return (basic,)
         accepted = self._accepted(subject, basic)
         causes = [basic] if basic else []
@@ -120,7 +120,7 @@ class CauseFinder:
             return "wrong sum"
         while not any(a.is_right for a in integers):
             if len(integers) >= _MOST_REPETITIONS or not integers[-1].results:
-                return "no sum"
+                return "sum missing"
             integers.append(_attempt(subject, even_case(2)))
         digits = self._attempts(subject, even_case(2, values="random"))
         if all(attempt.is_right for attempt in (*integers, *digits)):
@@ -224,8 +224,8 @@ def _simpler_cases(case: CallCase) -> Iterator[tuple[str, CallCase]]:
 def costs(causes: Iterable[str]) -> dict[str, int]:
     """Return the points that each mistake costs."""
     found = {cause: COSTS.get(cause, OTHER_COST) for cause in causes}
-    if "no sum" in found:
-        return {"no sum": COSTS["no sum"]}
+    if "sum missing" in found:
+        return {"sum missing": COSTS["sum missing"]}
     for cause, included in _INCLUDED:
         if cause in found:
             found.pop(included, None)
@@ -234,4 +234,4 @@ def costs(causes: Iterable[str]) -> dict[str, int]:
 
 def points(costs: dict[str, int]) -> int:
     """Return the mark, 0 to 100."""
-    return 0 if "no sum" in costs else max(100 - sum(costs.values()), LEAST_POINTS)
+    return 0 if "sum missing" in costs else max(100 - sum(costs.values()), LEAST_POINTS)

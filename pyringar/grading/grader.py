@@ -37,7 +37,7 @@ class Property:
         detail: The description of the pass or the failure.
         case: The smallest case that shows a failure: ``k``, ``shape``, ``numel``, ``dtype``,
             ``layout``, ``values``, and if known ``rank``, ``index``, ``expected`` and ``got``.
-        causes: The mistakes that made the property fail, such as ``"no sum"`` or ``"sizes"``.
+        causes: The mistakes that made the property fail, such as ``"sum missing"`` or ``"sizes"``.
             A mistake costs marks once, even if it is the cause of several failures.
     """
 
@@ -219,7 +219,7 @@ def _failed(
     verdict, detail = check.verdict_on_failure, str(failure)
     if verdict == "reported":
         return Property(check.name, verdict, detail, failure.case)
-    causes: tuple[str, ...] = ("no sum" if check is CHECKS[0] else check.name,)
+    causes: tuple[str, ...] = ("sum missing" if check is CHECKS[0] else check.name,)
 
     def find(subject: Subject) -> None:
         nonlocal causes
@@ -236,7 +236,7 @@ def _failed(
 
 def _timed_out(check: Check, case: CallCase | None, timeout_s: float) -> Property:
     verdict = "timeout" if check.verdict_on_failure == "fail" else check.verdict_on_failure
-    causes = ("no sum" if check is CHECKS[0] else TOO_SLOW,)
+    causes = ("sum missing" if check is CHECKS[0] else TOO_SLOW,)
     detail = f"no answer within {timeout_s:g} s"
     if case is None:
         return Property(check.name, verdict, detail, causes=causes)
