@@ -489,7 +489,7 @@ def test_interrupted_grading_resumes(folder, verdicts, error, capsys):
     verdicts["book.py"] = error
     assert main(["check", "class", "--csv", "marks.csv"]) in (1, 130)
     assert [row["file"] for row in rows("marks.csv.part")] == ["class/anna.py"]
-    assert "marks.csv.part has 1 rows; go on with --resume" in capsys.readouterr().err
+    assert "marks.csv.part has 1 row; go on with --resume" in capsys.readouterr().err
     assert main(["check", "class", "--csv", "marks.csv"]) == 2
     assert "'marks.csv.part' has the rows of a grading that did not end" in capsys.readouterr().err
     verdicts.update({"anna.py": AssertionError("graded twice"), "book.py": report("pass")})
@@ -505,9 +505,20 @@ def test_interrupted_grading_resumes(folder, verdicts, error, capsys):
     assert not Path("marks.csv.part").exists()
     assert main(["check", "class/anna.py", "--csv", "marks.csv"]) == 2
     assert "--csv is 'marks.csv', which exists: add rows" in capsys.readouterr().err
+    excel = "\ufeff" + Path("marks.csv").read_text()
+    Path("marks.csv").write_text(excel.replace(",", ";"))
+    assert main(["check", "class", "--csv", "marks.csv", "--resume"]) == 2
+    assert "'marks.csv' is separated by ';': save it with commas" in capsys.readouterr().err
+    Path("marks.csv").write_text(excel)
     (folder / "new.py").write_text(GOOD)
     assert main(["check", "class", "--csv", "marks.csv", "--resume"]) == 1
     assert [row["file"] for row in rows("marks.csv")][4:] == ["class/new.py"]
+
+
+def test_long_name_keeps_its_beginning():
+    name = "Adler_Eva_101_assignsubmission_file_/allreduce.py"
+    line = MarkedSolution(Solution(name, "f"), report("pass")).line(80, 32)
+    assert line == "Adler_Eva_101_...e_/allreduce.py  100/100"
 
 
 def test_progress_names_time_left(folder, verdicts, capsys, monkeypatch):
