@@ -402,7 +402,7 @@ def test_class_is_graded(folder, capsys):
     assert [r["file"] for r in (anna, book, cut, other)] == names
     assert {r["out_of"] for r in rows("marks.csv")} == {"100"}
     assert [r["marks"] for r in rows("marks.csv")] == ["100", "0", "0", "0"]
-    assert [r["costs"] for r in rows("marks.csv")] == ["", "no sum 100", *2 * ["loading 100"]]
+    assert [r["costs"] for r in rows("marks.csv")] == ["", "sum missing 100", *2 * ["loading 100"]]
     assert {anna[name] for name in REQUIRED} == {"pass"}
     assert [name for name in REQUIRED if book[name] == "fail"] == ["in place", "list"]
     assert book["first_look_at"] == "in place"
@@ -491,7 +491,7 @@ def test_interrupted_grading_resumes(folder, verdicts, error, capsys):
     verdicts["book.py"] = error
     assert main(["check", "class", "--csv", "marks.csv"]) in (1, 130)
     assert [row["file"] for row in rows("marks.csv.part")] == ["class/anna.py"]
-    assert "marks.csv.part has 1 rows; go on with --resume" in capsys.readouterr().err
+    assert "marks.csv.part has 1 row; go on with --resume" in capsys.readouterr().err
     assert main(["check", "class", "--csv", "marks.csv"]) == 2
     assert "'marks.csv.part' has the rows of a grading that did not end" in capsys.readouterr().err
     verdicts.update({"anna.py": AssertionError("graded twice"), "book.py": report("pass")})
@@ -507,12 +507,23 @@ def test_interrupted_grading_resumes(folder, verdicts, error, capsys):
     assert not Path("marks.csv.part").exists()
     assert main(["check", "class/anna.py", "--csv", "marks.csv"]) == 2
     assert "--csv is 'marks.csv', which exists: add rows" in capsys.readouterr().err
+    excel = "\ufeff" + Path("marks.csv").read_text()
+    Path("marks.csv").write_text(excel.replace(",", ";"))
+    assert main(["check", "class", "--csv", "marks.csv", "--resume"]) == 2
+    assert "'marks.csv' is separated by ';': save it with commas" in capsys.readouterr().err
+    Path("marks.csv").write_text(excel)
     (folder / "new.py").write_text(GOOD)
     assert main(["check", "class", "--csv", "marks.csv", "--resume"]) == 1
     assert [row["file"] for row in rows("marks.csv")][4:] == ["class/new.py"]
 
 
-def test_grading_progress_shows_time_left(folder, verdicts, capsys, monkeypatch):
+def test_long_name_keeps_its_beginning():
+    name = "Adler_Eva_101_assignsubmission_file_/allreduce.py"
+    line = MarkedSolution(Solution(name, "f"), report("pass")).line(80, 32)
+    assert line == "Adler_Eva_101_...e_/allreduce.py  100/100"
+
+
+def test_progress_names_time_left(folder, verdicts, capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert main(["check", "class"]) == 1
     err = capsys.readouterr().err

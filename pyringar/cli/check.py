@@ -130,7 +130,8 @@ def _grade_class(targets: list[Solution], path: Path | None, args: argparse.Name
     if file:
         file.begin()
         if file.rows:
-            say(f"{printable(str(path))} has {len(file.rows)} solutions already")
+            num = len(file.rows)
+            say(f"{printable(str(path))} has {num} solution{'s' * (num != 1)} already")
     longest = max(len("solution"), *(len(printable(t.where)) for t in targets))
     name_width = min(longest, max(_MIN_NAME, width * 2 // 5))
     say(f"{'solution':<{name_width}}    marks  first look at")
@@ -148,7 +149,8 @@ def _grade_class(targets: list[Solution], path: Path | None, args: argparse.Name
     except BaseException:
         progress.clear()
         if file:
-            rest = f"has {len(file.rows)} rows; go on with --resume"
+            num = len(file.rows)
+            rest = f"has {num} row{'s' * (num != 1)}; go on with --resume"
             print(f"{printable(str(file.part))} {rest}", file=sys.stderr)
         raise
     num, num_passed = len(marked), sum(one.passed for one in marked)

@@ -228,6 +228,8 @@ def _failed(
     with contextlib.suppress(TimeoutError):
         within_limit(find)
     if "unstable" in causes:
+        if detail.startswith("computed in "):  # this hint is no explanation of a race
+            detail = detail.partition(": ")[2]
         detail = f"looks like a race: results differ between runs: {detail}"
     if "unstable" in causes or (check.name == "repeatable" and not failure.is_wrong_sum):
         verdict = "unstable"

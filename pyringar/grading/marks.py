@@ -68,10 +68,9 @@ class MarkedSolution:
         is_unstable = self.report is not None and first and self.report[first].verdict == "unstable"
         if first:
             first += f"{' (unstable)' if is_unstable else ''}: {words[2] or words[0]}"
-        remark = self.report.remark if self.report and not first else ""
         head = f"{name:<{name_width}}  {self.marks:>3}/{OUT_OF}  "
         left = max(width - len(head), len("..."))
-        return (head + textwrap.shorten(first or remark, left, placeholder="...")).rstrip()
+        return (head + textwrap.shorten(first, left, placeholder="...")).rstrip()
 
     @property
     def row(self) -> list[str]:
@@ -147,10 +146,12 @@ class MarksFile:
 def _complete_rows(path: Path) -> list[list[str]]:
     """Return the complete rows of a file, without a last row that the grader did not finish."""
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")
         head, *rows = csv.reader(io.StringIO(text, newline=""))
     except (OSError, ValueError, csv.Error) as error:
         raise ArgumentError(f"--resume: '{path}' cannot be read: {error}") from error
+    if head[0].startswith("file;"):
+        raise ArgumentError(f"--resume: '{path}' is separated by ';': save it with commas")
     if head != list(_HEAD):
         raise ArgumentError(f"--resume: '{path}' has other columns than this pyringar writes")
     if rows and not text.endswith("\n"):

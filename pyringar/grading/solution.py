@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from pyringar.grading.source_code import SUFFIXES, code_parts, noted_imports
 
 _MAX_WORDS = 500  # maximum characters of an exception's message
+_STUBS = ("display", "get_ipython")
 _PART_OF_LIMIT = 0.8  # fraction of the timeout that the import may take
 
 
@@ -90,7 +91,7 @@ def _callables(module: Any) -> list[str]:
     names = [n for n in dir(module) if n[0] != "_" and callable(getattr(module, n, None))]
     home = getattr(module, "__name__", None)
     own = [n for n in names if getattr(getattr(module, n), "__module__", None) == home]
-    return own or names
+    return own or [n for n in names if n not in _STUBS]
 
 
 def _import(solution: Solution, limit_s: float) -> tuple[Any, str]:
