@@ -208,8 +208,8 @@ BENCHMARK = Benchmark(
     about="Time of a training step without the optimizer, CPU ranks in one process. Gradients are "
     "checked bit for bit. `naive` (the book's allreduce), `fused per tensor` and `coalesced` (one "
     "call for all tensors) reduce after backward. `bucketed` reduces during backward, in buckets "
-    "of the named size. `exposed` is the time from the end of backward until all sums are complete, "
-    "`reductions` the time of all reductions. `small` is 1,000 parameters of 64 elements.",
+    "of the named size. `exposed` is the time from the end of backward until all sums are complete,"
+    " `reductions` the time of all reductions. `small` is 1,000 parameters of 64 elements.",
     efforts={"full": Effort(61, 12.0), "quick": Effort(5, 0.5), "trial": Effort(5, 0.0)},
     cases=cases_of,
     measure=measure,
