@@ -84,7 +84,7 @@ def notebook(monkeypatch, tmp_path):
     return chapter
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(MAX_WAIT_S)
 def test_chapter_notebook_runs(notebook):
     pytest.importorskip("nbclient")
