@@ -1,4 +1,4 @@
-// torch_functions: direct calls of torch's C++ functions that read tensors and thread state.
+// torch_functions: direct calls to torch C++ functions that read tensors and thread state.
 //
 // Floor     bindings. No torch header, no linking: functions are looked up by name in the loaded
 //           libraries. The stable C shim (aoti_torch_*) returns errors. The other functions have
