@@ -2,7 +2,7 @@
 // ranks wait for each other.
 //
 // Units     bytes. Message n is in slot n % kStagingSlots, see core/staged_program.h.
-// Contract  Every rank allocates its slots, since memory from the torch allocator cannot be exported.
+// Contract  Every rank allocates its slots, since torch memory cannot be exported.
 //           Its streams write the words of its DeviceLine (cuda_process/device_watch.h), and the
 //           other ranks' streams wait for them. Ranks only read each other's slots, and unmap them
 //           before the owner frees them.

@@ -320,7 +320,7 @@ class _Launch:
 
     @_wraps("torch.distributed.distributed_c10d:_new_process_group_helper")
     def make_group(self, _: Any, own: _Call, *args: Any, **kwargs: Any) -> Any:
-        """Make a group with the backend ``ringar``, and ignore the backend that the program names."""
+        """Make a group with the backend ``ringar`` for any backend that the program names."""
         size, rank, ranks, backend, *more = args
         if str(backend).lower() == "fake":
             return own(*args, **kwargs)
