@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyringar.cli.parser import add_json_option, add_options, check_output_path
+from pyringar.cli.status_line import STATUS, duration
 from pyringar.errors import ArgumentError
 
 # Not imported for `--help`: the grader imports torch, which takes seconds.
@@ -136,18 +137,17 @@ def _grade_class(targets: list[Solution], path: Path | None, args: argparse.Name
     name_width = min(longest, max(_MIN_NAME, width * 2 // 5))
     say(f"{'solution':<{name_width}}    marks  first look at")
     marked: list[MarkedSolution] = []
-    progress = _Progress(len(left))
+    begin_s = time.monotonic()
     try:
         for target in left:
-            progress.show(printable(target.where))
-            one = _marked(target, args)
-            progress.clear()
+            progress = _progress(len(marked), len(left), begin_s)
+            with STATUS.elapsed(f"{progress}; grading {printable(target.where)}"):
+                one = _marked(target, args)
             marked.append(one)
             say(one.line(width, name_width))
             if file:
                 file.add(one)
     except BaseException:
-        progress.clear()
         if file:
             num = len(file.rows)
             rest = f"has {num} row{'s' * (num != 1)}; go on with --resume"
@@ -176,33 +176,12 @@ def _marked(target: Solution, args: argparse.Namespace) -> MarkedSolution:
         return MarkedSolution(target, None, str(error))
 
 
-class _Progress:
-    """A line on a terminal that names the solution being graded, and estimates the time left."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._began = time.monotonic()
-        self._is_shown = sys.stderr.isatty()
-
-    def show(self, name: str) -> None:
-        if self._is_shown:
-            words = f"grading {name}: {self._done} of {self._total} done{self._estimate()}"
-            columns = shutil.get_terminal_size().columns - 1
-            print(f"\r{words[:columns]}\x1b[K", end="", file=sys.stderr, flush=True)
-        self._done += 1
-
-    def clear(self) -> None:
-        if self._is_shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-    def _estimate(self) -> str:
-        if not self._done:
-            return ""
-        seconds = (time.monotonic() - self._began) / self._done * (self._total - self._done)
-        if seconds < 60:
-            return f", about {seconds:.0f} s left"
-        return f", about {seconds / 60:.0f} min left"
+def _progress(done: int, total: int, begin_s: float) -> str:
+    text = f"{done} of {total} done"
+    if not done:
+        return text
+    left_s = (time.monotonic() - begin_s) / done * (total - done)
+    return f"{text}, about {duration(left_s)} left"
 
 
 def shower(prog: str) -> Callable[[bytes], None]:
