@@ -59,14 +59,14 @@ def missing_collective() -> None:
 
 @mistake(
     pr.CollectiveTimeout,
-    r"rank 2 ran .*1 s without a call of torch.distributed .which other ranks waited for",
-    r"2 +runs",
-    r"0 +waits +all_reduce",
-    r"ranks 0, 1, 3:\n(  .*\n)+    dist\.all_reduce",
+    r"rank 3 ran .*1 s without a call of torch.distributed .which other ranks waited for",
+    r"3 +runs",
+    r"[012] +waits +all_reduce",
+    r"ranks? [0-2, ]+:\n(  .*\n)+    dist\.all_reduce",
 )
 def endless_loop() -> None:
     rank = begin()
-    while rank == 2:
+    while rank == 3:
         pass
     dist.all_reduce(torch.ones(4))
 
@@ -123,6 +123,35 @@ def test_mistake_error_has_rank_table(program, processes):
         assert time.monotonic() - began_s < 10, "found before the timeout"
         assert threading.active_count() == num_threads
     assert pr.launch(lambda: 1, K) == [1] * K
+
+
+@pytest.mark.parametrize(
+    ("members", "rows"),
+    [
+        ({0: [0, 1]}, r"0 +waits +new_group .* group 0, 1 +1 .*\n1 +waits +barrier"),
+        ({0: [0, 1], 1: [0, 1], 2: [0, 2]}, r"0 +waits +barrier(.*\n)+2 +waits +new_group .* 0 "),
+    ],
+)
+def test_new_group_waits_for_its_ranks(members, rows):
+    def program() -> None:
+        if (rank := begin()) in members:
+            dist.new_group(members[rank])
+        dist.barrier()
+
+    for seed in range(5):
+        with pytest.raises(pr.CollectiveTimeout, match="all ranks wait for each other") as caught:
+            pr.launch(program, 3, seed=seed)
+        assert re.search(rf"^{rows}", str(caught.value), re.M), caught.value
+
+
+def test_init_waits_for_all_ranks():
+    def program() -> None:
+        if os.environ["RANK"] == "0":
+            dist.init_process_group()
+
+    words = r"rank 1, which has ended(.*\n)+0 +waits +init_process_group +the world +1 "
+    with pytest.raises(pr.PeerLostError, match=words):
+        pr.launch(program, 2)
 
 
 def test_mismatch_error_names_differing_ranks():

@@ -264,6 +264,19 @@ def test_exit_status_decides_result(end, expected):
         assert re.match(expected, text)
 
 
+@forks_run_backward
+def test_error_in_backward_has_rank_table():
+    def program():
+        rank, net = rank_of(), DistributedDataParallel(nn.Linear(2, 1))
+        for _ in range(3 if rank == 0 else 2):
+            net(torch.ones(1, 2)).sum().backward()
+
+    error, text, _ = failure_of(program)
+    assert type(error) is pr.PeerLostError
+    assert re.search(r"^0 +waits +all_reduce \(sum\) .* 1, 2 +test_launch", text, re.M), text
+    assert "At:" not in text
+
+
 def test_running_ranks_ignore_timeout():
     assert launch(lambda: time.sleep(1 + int(os.environ["RANK"])), timeout=0.2) == [None] * 2
     keep_the_lock = ctypes.PyDLL(None).usleep  # no rank can report while it holds the GIL

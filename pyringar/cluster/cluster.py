@@ -219,8 +219,10 @@ class Cluster:
         self._store.let_go()
 
     def _make_group(self, options: Any) -> ThreadGroup:
-        rank, ranks = this_rank(), tuple(options.global_ranks_in_group)
+        """Make a rank's process group; wait until all ranks of the group have made it."""
+        rank, ranks, operation = this_rank(), tuple(options.global_ranks_in_group), "new_group"
         if not ranks:
+            operation = "init_process_group"
             number, size = options.group_rank, options.group_size
             ranks = tuple(range(len(self.ranks)))
             if (number, size) != (rank.index, len(ranks)):
@@ -233,7 +235,9 @@ class Cluster:
             rank.num_groups[name] = number = rank.num_groups.get(name, 0) + 1
             made = GroupCalls(self, ranks, self._new_name(ranks))
             meeting = self._meetings.setdefault((name, number), made)
-        return ThreadGroup(meeting, rank, options)
+        group = ThreadGroup(meeting, rank, options)
+        group.meet(operation)
+        return group
 
     def _new_name(self, ranks: Sequence[int]) -> str:
         """Return a readable name of a group for tables; torch names groups by numbers or hashes."""

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
+from pyringar import errors
 from pyringar.cluster import internals
 from pyringar.cluster.rank_calls import call_of_program, is_good_exit, some, text_of
 from pyringar.cluster.rank_table import of_program, stack_of
@@ -45,6 +46,10 @@ _WAITING = ("pyringar.", "torch.autograd", "torch.distributed", "torch.futures")
 _METHODS = re.compile(
     "_allgather|_reduce_scatter|all(?!ocate)|reduce|broadcast|gather|scatter|send|recv|.*barrier"
 )
+# Functions of torch.distributed, by the methods that DistributedDataParallel calls.
+_FUNCTIONS = {"allreduce": "all_reduce", "allgather": "all_gather"}
+# torch's text of an error in the callback of a future.
+_CALLBACK_ERROR = re.compile(r"Got the following error .* callback: (\w+): (.*?)(\n\nAt:|$)", re.S)
 
 
 class RankStatus(NamedTuple):
@@ -182,7 +187,8 @@ def _end_by(error: BaseException) -> RankStatus:
     if is_good_exit(error):
         return RankStatus("returned")
     sys.last_value = error  # close_all reads it, and aborts running calls
-    lines = traceback.format_exception(type(error), error, of_program(error.__traceback__))
+    trace, error = of_program(error.__traceback__), _of_callback(error)
+    lines = traceback.format_exception(type(error), error, trace)
     text = text_of(error)
     if "wiki/Autograd-and-Fork" in text:
         error = UnsupportedError(
@@ -193,6 +199,13 @@ def _end_by(error: BaseException) -> RankStatus:
     # PeerLostError means that another rank failed, for which this rank waited.
     state = "waits" if isinstance(error, PeerLostError) else f"failed: {type(error).__name__}"
     return RankStatus(state, "".join(lines), None, time.monotonic(), _pickled(error, text))
+
+
+def _of_callback(error: BaseException) -> BaseException:
+    """Return the error of a failed call, whose text is in a RuntimeError of `backward`."""
+    found = _CALLBACK_ERROR.match(str(error)) if type(error) is RuntimeError else None
+    kind = getattr(errors, found[1], None) if found else None
+    return kind(found[2]) if found and kind else error
 
 
 class Publisher:
@@ -281,7 +294,7 @@ class Publisher:
             number = self._numbers[key] = self._numbers.get(key, 0) + 1
         self._num_calls += 1
         line, function = call_of_program()
-        text = (function or name) + (f" ({', '.join(details)})" if details else "")
+        text = (function or _FUNCTIONS.get(name, name)) + (f" ({', '.join(details)})" if details else "")
         shapes = some(tuple(tensor.shape) for tensor in tensors)
         dtypes = some(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
         columns = (text, str(number or ""), key, shapes, dtypes, line)

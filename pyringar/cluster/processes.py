@@ -281,7 +281,8 @@ class _RankProcesses:
         state = rank.state
         num_calls, number, columns, ranks, _ = rank.last_call.get()
         if not num_calls or state in ("returned", "runs", "waits in the store"):
-            return (str(rank.index), state, f"after {num_calls} calls", *[""] * 6)
+            calls = f"after {num_calls} call{'s' * (num_calls != 1)}"
+            return (str(rank.index), state, calls, *[""] * 6)
         *columns, line = columns
         numbers = [other.last_call.get()[-1].get(columns[2], 0) for other in self._ranks]
         missing = [str(r) for r in ranks if state == "waits" and not 0 < number <= numbers[r]]

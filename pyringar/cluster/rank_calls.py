@@ -169,7 +169,7 @@ class GroupCalls:
         self.cluster = cluster
         self.ranks = ranks
         self.name = name
-        self._numbers = [0] * len(ranks)
+        self._numbers = [-1] * len(ranks)  # call 0 makes the group
         self.open: dict[int, dict[int, RankCall]] = {}  # open[call number][rank in the group]
         self._messages: list[RankCall] = []  # sends and recvs without a partner
 

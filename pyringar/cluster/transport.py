@@ -314,6 +314,10 @@ class ThreadGroup(Collectives, PythonGroup):
         self._fallback: Any = self._comm
         self._batch = None
 
+    def meet(self, operation: str) -> None:
+        """Wait for the other ranks; ``operation`` names the function that makes the group."""
+        self._comm.begin(operation, [], None)
+
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         call = self._comm.begin("monitored_barrier", [], None, async_op=True)
         call.wait(seconds_of(getattr(timeout, "timeout", timeout)))
