@@ -31,7 +31,7 @@ GPU_NOTES = "gpu_check.md"  # remarks about the results of gpu_check.py
 BEGIN, END = "<!-- benchmark:summary -->", "<!-- /benchmark:summary -->"
 PAGE_NOTE = "<!-- Written by benchmarks/tables.py from benchmarks/results; do not edit. -->\n\n"
 # Sections in README's summary, and the number of sentences about each.
-ON_CPU = {"allreduce": 1, "processes": 1, "ddp": 1}
+ON_CPU = {"allreduce": 1, "processes": 1, "ddp": 1, "training": 1}
 ON_GPU = {"allreduce_cuda": 2, "training_cuda": 1}
 
 

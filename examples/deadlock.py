@@ -1,6 +1,8 @@
 """A common mistake: only rank 0 calls barrier(), so its calls no longer match those of other ranks.
 
 pyringar run --ranks 2 examples/deadlock.py
+
+Started with python alone it has no ranks, and init_process_group raises.
 """
 
 import torch

@@ -187,6 +187,17 @@ def test_log_line_replaces_progress_and_wraps(columns, monkeypatch):
     assert max(map(len, logged.splitlines())) <= columns
 
 
+@pytest.mark.parametrize("is_verbose", [False, True])
+def test_log_shows_start_of_compilation(is_verbose, capsys):
+    """A warning of the module `compile` announces a compilation; other messages are details."""
+    handler = status_line.LogHandler(is_verbose=is_verbose)
+    for level in (logging.INFO, logging.WARNING):
+        name = logging.getLevelName(level)
+        handler.emit(logging.LogRecord("a test", level, "compile.py", 1, name, (), None))
+    details = "pyringar: INFO\n" if is_verbose else ""
+    assert capsys.readouterr().err == f"{details}pyringar: WARNING\n"
+
+
 def test_status_line_shows_elapsed_seconds(monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     status = status_line.StatusLine()

@@ -127,7 +127,7 @@ def test_error_names_wrong_run_option(program, capsys, arguments, text):
 
 
 def test_option_after_script_gives_hint(program, capsys):
-    (program.parent / "plain.py").write_text("print('ran')\n")
+    (program.parent / "plain.py").write_text("print('ran')  # --ranks\n")
     arguments = ["--ranks", "2", "plain.py", "--seed=3", "--ranks", "3", "--other"]
     assert main(["run", *arguments]) == 0
     out, err = capsys.readouterr()

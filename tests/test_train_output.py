@@ -291,6 +291,13 @@ def fake_run(monkeypatch, steps, step_s, cpu_share, **config):
         display.step()
 
 
+def test_progress_estimates_time_left(monkeypatch):
+    texts: list[str] = []
+    monkeypatch.setattr(train_output.STATUS, "show", texts.append)
+    fake_run(monkeypatch, 150, 1.0, 2.0, epochs=3)
+    assert texts[-1] == "epoch 1 of 3: step 150 of 200, 50 s left, 8 min for all epochs"
+
+
 def test_slow_resnet_suggests_width(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     fake_run(monkeypatch, 30, 6.0, 2.0, model="resnet18")
@@ -298,6 +305,9 @@ def test_slow_resnet_suggests_width(monkeypatch, caplog):
     fake_run(monkeypatch, 30, 0.1, 2.0, model="resnet18")
     (text,) = caplog.messages
     assert text == "an epoch takes about 20 min at width 64 on this machine; faster: --width 8"
+    caplog.clear()
+    fake_run(monkeypatch, 2, 12.0, 2.0, model="resnet18")  # the second step ends after 24 s
+    assert caplog.messages == [text.replace("20", "40")]
 
 
 @pytest.mark.parametrize(("share", "times"), [(1.9, 0), (0.5, 1)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -99,13 +100,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _hint_at_options_of_script(args: argparse.Namespace) -> None:
-    """Warn if an option of `run` follows the script, unless the script mentions the option."""
+    """Warn if an option of `run` follows the script, unless the script has the option in quotes."""
     source = b""
     with contextlib.suppress(OSError):
         source = Path(args.script).read_bytes()
     for flag in (f"--{name}" for name in _OPTIONS):
         given = any(word == flag or word.startswith(f"{flag}=") for word in args.arguments)
-        if given and flag.encode() not in source:
+        is_known = re.search(rf"['\"]{flag}['\"=]".encode(), source)
+        if given and not is_known:
             print(
                 f"pyringar run: {flag} after the script belongs to {args.script}; an option of "
                 f"pyringar goes before it: pyringar run {flag} ... {args.script}",

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FILES = {"out": ".pt", "plot": ".png", "trace": ".json", "log": ".csv"}  # option to suffix
-_WARM_UP_STEPS, _ADVICE_AFTER_STEPS = 3, 20
+_WARM_UP_STEPS, _WARM_UP_S = 3, 1.0  # whichever ends first
+_ADVICE_AFTER_STEPS, _ADVICE_AFTER_S = 20, 10.0  # whichever comes first
 _SLOW_EPOCH_S = 60.0
 _BUSY_AFTER_S, _BUSY_SHARE = 5.0, 0.7  # seconds; processor time / elapsed time
 
@@ -122,7 +123,7 @@ class EpochDisplay:
 
     def __init__(self, trainer: Trainer, *, is_live: bool) -> None:
         self._trainer, self._is_live = trainer, is_live
-        self._steps = 0
+        self._steps, self._has_advised = 0, False
         is_one_process = trainer.devices == trainer.all_devices
         self._checks_cores = is_one_process and trainer.devices[0].type == "cpu"
         self._begin(trainer.step // trainer.steps_per_epoch)
@@ -147,12 +148,18 @@ class EpochDisplay:
     def _advise(self) -> None:
         """Log advice for slow runs, after the first steps or seconds."""
         self._steps += 1
-        if self._steps <= _WARM_UP_STEPS:
-            self._warm_s, self._warm_cpu_s = time.monotonic(), time.process_time()
+        now_s = time.monotonic()
+        if self._steps == 1 or (
+            self._steps <= _WARM_UP_STEPS and now_s < self._begin_s + _WARM_UP_S
+        ):
+            self._warm_steps, self._warm_s = self._steps, now_s
+            self._warm_cpu_s = time.process_time()
             return
-        elapsed_s, config = time.monotonic() - self._warm_s, self._trainer.config
-        if self._steps == _ADVICE_AFTER_STEPS and config.model == "resnet18":
-            step_s = elapsed_s / (self._steps - _WARM_UP_STEPS)
+        elapsed_s, config = now_s - self._warm_s, self._trainer.config
+        is_known = self._steps >= _ADVICE_AFTER_STEPS or elapsed_s >= _ADVICE_AFTER_S
+        if is_known and not self._has_advised and config.model == "resnet18":
+            self._has_advised = True
+            step_s = elapsed_s / (self._steps - self._warm_steps)
             if (epoch_s := step_s * self._trainer.steps_per_epoch) >= _SLOW_EPOCH_S:
                 where = f"at width {config.width} on this machine"
                 faster = "; faster: --width 8" if config.width > 8 else ""

@@ -294,7 +294,8 @@ class Publisher:
             number = self._numbers[key] = self._numbers.get(key, 0) + 1
         self._num_calls += 1
         line, function = call_of_program()
-        text = (function or _FUNCTIONS.get(name, name)) + (f" ({', '.join(details)})" if details else "")
+        text = function or _FUNCTIONS.get(name, name)
+        text += f" ({', '.join(details)})" if details else ""
         shapes = some(tuple(tensor.shape) for tensor in tensors)
         dtypes = some(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
         columns = (text, str(number or ""), key, shapes, dtypes, line)
