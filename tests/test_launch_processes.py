@@ -176,6 +176,7 @@ def raises():
 def test_exception_has_traceback_of_rank():
     error, text, traces = failure_of(raises)
     assert (type(error), text) == (ValueError, "planted")
+    assert getattr(error, "__notes__", []) == ["raised by rank 1 of 3"] * hasattr(error, "add_note")
     first, _, others = traces.strip().partition("\n\n")
     assert first.startswith("rank 1:\nTraceback")
     assert first.endswith("ValueError: planted")

@@ -273,6 +273,8 @@ class _RankProcesses:
             stacks = {r.index: r.report.stack for r in self._ranks if not r.report.failed_s}
             table = layout([self._row(rank) for rank in self._ranks], stacks).rstrip()
             error = type(error)(f"{error}{table}")
+        elif hasattr(error, "add_note"):  # Python 3.10 has no notes
+            error.add_note(f"raised by rank {failed[0].index} of {len(self._ranks)}")
         traces = by_text({rank.index: rank.report.stack for rank in failed})
         error.__cause__ = RemoteTraceback(f"\n{traces}") if traces else None
         return error
