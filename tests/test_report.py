@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -97,26 +98,52 @@ def test_benchmark_cases_cover_all_candidates(effort):
         assert set(benchmark.peers) | {benchmark.ours} <= names
 
 
-@pytest.mark.parametrize("error", [RuntimeError("planted\nin two lines"), KeyboardInterrupt()])
-def test_benchmark_error_keeps_finished_cases(trial, monkeypatch, tmp_path, error):
+def end_after_first_case(monkeypatch, end):
     measure = SECTIONS["allreduce"].measure
 
-    def fail(run):
+    def measure_and_end(run):
         run.cases = run.cases[:1]
         measure(run)
-        raise error
+        end()
 
-    change_section(monkeypatch, "allreduce", measure=fail)
-    if isinstance(error, KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            trial("allreduce")
-    else:
-        run = trial("allreduce", "orders")
-        assert run.status == 1
-        assert run.results("orders").rows
-        assert "FAILED: the section: RuntimeError: planted\n" in run.printed
-        assert "**allreduce failed:** the section: `RuntimeError: planted`" in run.page
+    change_section(monkeypatch, "allreduce", measure=measure_and_end)
+
+
+def test_section_error_skips_no_other_section(trial, monkeypatch):
+    def fail():
+        raise RuntimeError("planted\nin two lines")
+
+    end_after_first_case(monkeypatch, fail)
+    run = trial("allreduce", "orders")
+    assert run.status == 1
+    assert {row.case for row in run.results("allreduce").rows} == {"4 KiB fp32"}
+    assert run.results("orders").rows
+    assert "FAILED: the section: RuntimeError: planted\n" in run.printed
+    assert "**allreduce failed:** the section: `RuntimeError: planted`" in run.page
+    assert "ended early" not in run.page
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_interrupted_run_writes_report(trial, monkeypatch, tmp_path, number):
+    end_after_first_case(monkeypatch, lambda: os.kill(os.getpid(), number))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trial("allreduce", "orders")
+    assert signal.getsignal(signal.SIGTERM) == before
+    page = (tmp_path / "out/report.md").read_text()
+    assert page.startswith("# Benchmark report\n\n**This run ended early.**")
+    assert "| 4 KiB fp32 | 2 |" in page
+    assert "- orders: no results" in page
     assert {row.case for row in read(tmp_path / "out/allreduce.jsonl").rows} == {"4 KiB fp32"}
+
+
+def test_error_between_sections_writes_report(trial, monkeypatch, tmp_path):
+    change_section(monkeypatch, "orders", threads="two")  # torch refuses this number of threads
+    with pytest.raises(RuntimeError, match="set_num_threads"):
+        trial("allreduce", "orders")
+    page = (tmp_path / "out/report.md").read_text()
+    assert "**This run ended early.**" in page
+    assert "## All ranks in one process" in page
 
 
 def test_failed_case_skips_no_other_case(trial, monkeypatch):
@@ -142,6 +169,17 @@ def test_progress_shows_time_and_case(now_s, left_min):
     progress._begin_s, progress._advance_s = 0.0, 240.0
     expected = f"about {left_min} min left, section 2 of 2 (b): z, 4 ranks"
     assert progress.line(now_s) == f"[#####     ]  50%, {expected}"
+
+
+@pytest.mark.parametrize(
+    ("sections", "done", "is_known"), [("ab", 8, False), ("a", 1, False), ("a", 2, True)]
+)
+def test_time_left_needs_measured_cases(sections, done, is_known):
+    """Unknown in the first of two sections, and before a tenth of the plan of one section."""
+    cases = [BenchmarkCase(str(number), 2, ()) for number in range(20)]
+    progress = run_all.SectionProgress(dict.fromkeys(sections, 1.0), dict.fromkeys(sections, cases))
+    progress.advance("a", cases[done - 1])
+    assert ("time left unknown" in progress.line(time.monotonic())) is not is_known
 
 
 def test_log_omits_repeated_lines(monkeypatch, capsys):
@@ -174,6 +212,11 @@ def test_busy_machine_is_reported(trial, monkeypatch):
     mark = f"**Measured while other programs {used}: times and ratios are not reliable.**"
     assert run.page.startswith(f"# Benchmark report\n\n{mark}")
     assert "](algorithms.md)" not in run.page
+
+
+def test_report_without_sentences_has_no_summary(trial):
+    assert "Summary" in trial("allreduce").page
+    assert "Summary" not in trial("orders").page
 
 
 def test_default_output_folder_is_new(monkeypatch, tmp_path):
