@@ -40,7 +40,6 @@ from benchmarks.rows import Results, num_ranks
 from benchmarks.sections import SECTIONS
 
 CHECK_S = 1.0  # seconds that checks and warm-up add to the time budget of a case
-FIRST_SHARE = 0.1  # share of the plan from which the time left is estimated
 BAR_WIDTH = 10
 WIDTH = 99  # columns of the line on a terminal
 TERMINAL_PERIOD_S, LOG_PERIOD_S, REPEAT_S = 1.0, 8.0, 30.0
@@ -60,9 +59,8 @@ class SectionProgress:
     def __init__(self, planned_s: dict[str, float], cases: dict[str, list[BenchmarkCase]]) -> None:
         self._planned_s, self._cases = planned_s, {k: v for k, v in cases.items() if v}
         self._total_s = self._plan_s(list(self._cases))
-        self._begin_s = self._advance_s = time.monotonic()
-        self._done_s, self._case_s = 0.0, 0.0  # planned seconds: finished cases; this case
-        self._section_index = 0
+        self._begin_s = time.monotonic()
+        self._done_s = 0.0  # planned seconds of finished cases
         self._activity = "compiling the engine unless it is cached"
         self._is_terminal = sys.stderr.isatty()
         self._stop, self._lock = threading.Event(), threading.Lock()
@@ -87,11 +85,9 @@ class SectionProgress:
         self._begin_case(section, self._cases[section].index(case) + 1)
 
     def _begin_case(self, section: str, number: int) -> None:
-        names, case_s = list(self._cases), self._planned_s[section]
-        self._section_index = index = names.index(section)
-        cases = self._cases[section][number:]
-        self._done_s = self._plan_s(names[:index]) + number * case_s
-        self._case_s, self._advance_s = case_s if cases else 0.0, time.monotonic()
+        names = list(self._cases)
+        index, cases = names.index(section), self._cases[section][number:]
+        self._done_s = self._plan_s(names[:index]) + number * self._planned_s[section]
         about = f": {cases[0].name}, {num_ranks(cases[0].world_size)}" if cases else ""
         self._activity = f"section {index + 1} of {len(names)} ({section}){about}"
 
@@ -99,24 +95,13 @@ class SectionProgress:
         return sum(self._planned_s[name] * len(self._cases[name]) for name in names)
 
     def line(self, now_s: float) -> str:
-        """Return the progress bar, the time left and the case; ``now_s``: time.monotonic()."""
-        share = self._done_s / self._total_s if self._total_s else 1.0
-        bar = f"[{'#' * round(share * BAR_WIDTH):<{BAR_WIDTH}}] {share:4.0%}"
-        return f"{bar}, {self._time_left(share, now_s)}, {self._activity}"
+        """Return the progress bar, elapsed time and the case; ``now_s``: time.monotonic().
 
-    def _time_left(self, share: float, now_s: float) -> str:
-        # A planned second costs up to ten times as much in one section as in another.
-        is_first_of_several = len(self._cases) > 1 and self._section_index == 0
-        if not self._done_s or share < FIRST_SHARE or is_first_of_several:
-            return "time left unknown"
-        cost = (self._advance_s - self._begin_s) / self._done_s  # real seconds per planned second
-        left_s = (self._total_s - self._done_s) * cost
-        if self._case_s:
-            late_s = now_s - self._advance_s - cost * self._case_s
-            # Assume that a late case needs that long again, and that later cases are late too.
-            cost = max(cost, (now_s - self._begin_s) / (self._done_s + self._case_s))
-            left_s = (self._total_s - self._done_s - self._case_s) * cost + abs(late_s)
-        return f"about {left_s / 60:.0f} min left" if left_s >= 90 else "less than 2 min left"
+        It estimates no time left: planned seconds take up to ten times as long in some sections.
+        """
+        share = self._done_s / self._total_s if self._total_s else 1.0
+        bar, minutes = "#" * round(share * BAR_WIDTH), (now_s - self._begin_s) / 60
+        return f"[{bar:<{BAR_WIDTH}}] {share:4.0%}, {minutes:.0f} min so far, {self._activity}"
 
     def clear(self) -> None:
         """Clear the terminal's line before other output."""
