@@ -84,9 +84,10 @@ def _head(sections: Sections) -> Iterator[str]:
     machines = by_key(on_cpu, lambda results: _machine(results.machine))
     for machine, measured in machines.items():
         dates = sorted({results.machine["date"] for results in measured})
-        titles = ", ".join(SECTIONS[results.section].title for results in measured)
-        text = f"Machine: {machine}. Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
-        yield f"{text}: {titles}." if len(machines) > 1 else f"{text}."
+        titles = ", ".join(f'"{SECTIONS[results.section].title}"' for results in measured)
+        which = f" of the sections {titles}" if len(machines) > 1 else ""
+        days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+        yield f"Machine{which}: {machine}. Measured {days}."
         yield _effort(measured[0])
 
 
