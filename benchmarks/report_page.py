@@ -23,6 +23,7 @@ were checked.
 - *Limit* is the time of the least memory traffic or computation that a case needs. It is empty if \
 a call was faster.
 - *Share of limit* is the limit divided by the time of pyringar: 100% cannot be improved."""
+INCOMPLETE = "**This run ended early.** The report shows only the cases that were finished."
 SLOW_RATIO = 1.10  # `auto` counts as slow from this ratio of its time to the fastest algorithm's
 LARGE_BYTES = 16 * MIB
 ALGORITHMS = {
@@ -31,18 +32,24 @@ ALGORITHMS = {
 }
 
 
-def render(sections: Sections, figures: Path | None, gpu_notes: str = "") -> str:
+def render(
+    sections: Sections, figures: Path | None, gpu_notes: str = "", *, is_complete: bool = True
+) -> str:
     """Return the report page as Markdown.
 
     Args:
         sections: Results by section.
         figures: Folder of the pictures, relative to the page; None: no pictures.
         gpu_notes: Markdown text above the sections of a GPU.
+        is_complete: False if the run ended before its last case; the page says so.
     """
     measured = {name: sections[name] for name in SECTIONS if name in sections}
     on_gpu = [name for name, found in measured.items() if found.rows and found.machine.get("gpu")]
-    parts = ["# Benchmark report", *_disturbances(measured), *_head(measured), *_faults(measured)]
-    parts += ["Summary:", "\n".join(f"- {line}" for line in sentences(measured)), METHOD]
+    parts = ["# Benchmark report", "" if is_complete else INCOMPLETE]
+    parts += [*_disturbances(measured), *_head(measured), *_faults(measured)]
+    if summary := sentences(measured):
+        parts += ["Summary:", "\n".join(f"- {line}" for line in summary)]
+    parts += [METHOD]
     for name, results in measured.items():
         if not results.rows:
             continue
@@ -77,9 +84,10 @@ def _head(sections: Sections) -> Iterator[str]:
     machines = by_key(on_cpu, lambda results: _machine(results.machine))
     for machine, measured in machines.items():
         dates = sorted({results.machine["date"] for results in measured})
-        titles = ", ".join(SECTIONS[results.section].title for results in measured)
-        text = f"Machine: {machine}. Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
-        yield f"{text}: {titles}." if len(machines) > 1 else f"{text}."
+        titles = ", ".join(f'"{SECTIONS[results.section].title}"' for results in measured)
+        which = f" of the sections {titles}" if len(machines) > 1 else ""
+        days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+        yield f"Machine{which}: {machine}. Measured {days}."
         yield _effort(measured[0])
 
 

@@ -9,10 +9,11 @@
 --quick takes about 4 minutes on two idle cores, longer on a busy machine. Each section prints its
 table when it ends. The folder of --out gets the results files, pictures and report.md. Without
 --out it is a new folder: ./bench, else ./bench-2 and so on. A results file is rewritten after each
-case, so an interrupted run keeps the finished cases. A dry run writes files only with --out. Close
-other programs before you measure.
+case. Ctrl-C, SIGTERM and an error write a report of the finished cases, which says that it is
+incomplete. A dry run writes files only with --out. Close other programs before you measure.
 
-Exit status: 0; 1 if a result was wrong or a case raised an error; 2 for a wrong argument.
+Exit status: 0; 1 if a result was wrong or a case raised an error; 2 for a wrong argument; 143 after
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import argparse
 import importlib.util
 import os
 import re
+import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # searched after an installed pyringar
 
@@ -37,7 +40,6 @@ from benchmarks.rows import Results, num_ranks
 from benchmarks.sections import SECTIONS
 
 CHECK_S = 1.0  # seconds that checks and warm-up add to the time budget of a case
-PROBABLE_COST = 1.5  # real seconds per planned second, assumed until the first case ends
 BAR_WIDTH = 10
 WIDTH = 99  # columns of the line on a terminal
 TERMINAL_PERIOD_S, LOG_PERIOD_S, REPEAT_S = 1.0, 8.0, 30.0
@@ -57,8 +59,8 @@ class SectionProgress:
     def __init__(self, planned_s: dict[str, float], cases: dict[str, list[BenchmarkCase]]) -> None:
         self._planned_s, self._cases = planned_s, {k: v for k, v in cases.items() if v}
         self._total_s = self._plan_s(list(self._cases))
-        self._begin_s = self._advance_s = time.monotonic()
-        self._done_s, self._case_s = 0.0, 0.0  # planned seconds: finished cases; this case
+        self._begin_s = time.monotonic()
+        self._done_s = 0.0  # planned seconds of finished cases
         self._activity = "compiling the engine unless it is cached"
         self._is_terminal = sys.stderr.isatty()
         self._stop, self._lock = threading.Event(), threading.Lock()
@@ -83,10 +85,9 @@ class SectionProgress:
         self._begin_case(section, self._cases[section].index(case) + 1)
 
     def _begin_case(self, section: str, number: int) -> None:
-        names, case_s = list(self._cases), self._planned_s[section]
+        names = list(self._cases)
         index, cases = names.index(section), self._cases[section][number:]
-        self._done_s = self._plan_s(names[:index]) + number * case_s
-        self._case_s, self._advance_s = case_s if cases else 0.0, time.monotonic()
+        self._done_s = self._plan_s(names[:index]) + number * self._planned_s[section]
         about = f": {cases[0].name}, {num_ranks(cases[0].world_size)}" if cases else ""
         self._activity = f"section {index + 1} of {len(names)} ({section}){about}"
 
@@ -94,19 +95,13 @@ class SectionProgress:
         return sum(self._planned_s[name] * len(self._cases[name]) for name in names)
 
     def line(self, now_s: float) -> str:
-        """Return the progress bar, the time left and the case; ``now_s``: time.monotonic()."""
+        """Return the progress bar, elapsed time and the case; ``now_s``: time.monotonic().
+
+        It estimates no time left: planned seconds take up to ten times as long in some sections.
+        """
         share = self._done_s / self._total_s if self._total_s else 1.0
-        spent_s = self._advance_s - self._begin_s
-        cost = spent_s / self._done_s if self._done_s else PROBABLE_COST
-        left_s = (self._total_s - self._done_s) * cost
-        if self._case_s:
-            late_s = now_s - self._advance_s - cost * self._case_s
-            # Assume that a late case needs that long again, and that later cases are late too.
-            cost = max(cost, (now_s - self._begin_s) / (self._done_s + self._case_s))
-            left_s = (self._total_s - self._done_s - self._case_s) * cost + abs(late_s)
-        left = f"about {left_s / 60:.0f} min left" if left_s >= 90 else "less than 2 min left"
-        bar = "#" * round(share * BAR_WIDTH)
-        return f"[{bar:<{BAR_WIDTH}}] {share:4.0%}, {left}, {self._activity}"
+        bar, minutes = "#" * round(share * BAR_WIDTH), (now_s - self._begin_s) / 60
+        return f"[{bar:<{BAR_WIDTH}}] {share:4.0%}, {minutes:.0f} min so far, {self._activity}"
 
     def clear(self) -> None:
         """Clear the terminal's line before other output."""
@@ -136,13 +131,15 @@ def chosen_cases(benchmark: Benchmark, args: argparse.Namespace) -> list[Benchma
     ]
 
 
-def measure(sections: Sequence[Benchmark], args: argparse.Namespace) -> dict[str, Results]:
+def measure(
+    sections: Sequence[Benchmark], args: argparse.Namespace, found: dict[str, Results]
+) -> None:
+    """Measure all sections. ``found`` gets the results of a section before its first case."""
     cases = {
         benchmark.section: [] if benchmark.why_not(args.effort) else chosen_cases(benchmark, args)
         for benchmark in sections
     }
     planned_s = {b.section: b.efforts[args.effort].budget_s + CHECK_S for b in sections}
-    found: dict[str, Results] = {}
     if args.effort != "trial":
         others = OtherPrograms()
         time.sleep(0.5)
@@ -161,11 +158,11 @@ def measure(sections: Sequence[Benchmark], args: argparse.Namespace) -> dict[str
                 folder=args.out,
                 tell=lambda case, name=name: progress.advance(name, case),
             )
-            found[name] = run.measure()
+            found[name] = run.results
+            run.measure()
             progress.clear()
             print_section(found[name])
             warn_of_others(found[name].machine, "used", f" during {name}")
-    return found
 
 
 def warn_of_others(machine: dict[str, Any], verb: str, when: str = "") -> None:
@@ -187,16 +184,31 @@ def print_section(results: Results) -> None:
     sys.stdout.flush()
 
 
-def write_report(folder: Path, sections: dict[str, Results]) -> None:
-    print("\nWriting the pictures and the report", flush=True)
+def write_report(folder: Path, sections: dict[str, Results], *, is_complete: bool) -> None:
+    print("\nWriting the report and the pictures", flush=True)
     can_draw = importlib.util.find_spec("matplotlib") is not None
+    figures = Path("figures") if can_draw else None
+    page = report_page.render(sections, figures, is_complete=is_complete)
+    page = re.sub(r"(?<!!)\[([^]]+)\]\([^)]+\.md\)", r"\1", page)  # no links to pages of docs/
+    (folder / "report.md").write_text(page, encoding="utf-8")
     if can_draw:
         report_figures.draw(sections, folder / "figures")
-    figures = Path("figures") if can_draw else None
-    page = re.sub(r"(?<!!)\[([^]]+)\]\([^)]+\.md\)", r"\1", report_page.render(sections, figures))
-    (folder / "report.md").write_text(page, encoding="utf-8")  # without links to pages of docs/
     note = "" if can_draw else " (no pictures: matplotlib is not installed)"
     print(f"Wrote {folder / 'report.md'}{note}")
+
+
+@contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """Make SIGTERM raise SystemExit, so that a report is written on the way out."""
+
+    def leave(*_: object) -> NoReturn:
+        sys.exit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def new_folder() -> Path:
@@ -249,9 +261,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in SECTIONS:  # the report must not show an earlier run's results
             (args.out / f"{name}.jsonl").unlink(missing_ok=True)
         print(f"Results, pictures and report.md go to {args.out}{os.sep}")
-    found = measure(chosen, args)
-    if args.out:
-        write_report(args.out, found)
+    found: dict[str, Results] = {}
+    is_complete = False
+    with sigterm_exits():
+        try:
+            measure(chosen, args, found)
+            is_complete = True
+        finally:
+            if args.out and found:
+                write_report(args.out, found, is_complete=is_complete)
     return int(any(results.wrong or results.failed for results in found.values()))
 
 

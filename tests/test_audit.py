@@ -409,7 +409,20 @@ def test_failing_function_stops_audit():
     report = audit(lists_of(allreduce), SIZES)
     assert {f.verdict for s in report.sections for f in s.findings} == {"failed"}
     assert next(calls) < 10
-    assert "not asked" in str(report)
+    assert report["NaN stays"].detail == "not asked: 4 other questions failed"
+    assert str(report).count("ValueError") == 2
+    assert str(report).endswith("\n\nThe other calls failed likewise.")
+
+
+def test_audit_prints_different_failures():
+    calls = itertools.count()
+
+    def allreduce(data):
+        raise ValueError(f"number {next(calls)}")
+
+    text = str(audit(lists_of(allreduce), SIZES))
+    assert text.count("ValueError") == 4
+    assert "likewise" not in text
 
 
 def test_audit_finds_alignment_dependent_order():

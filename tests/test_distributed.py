@@ -170,6 +170,21 @@ def data_parallel_peer(rank: int, size: int, what: str) -> Any:
     return "no error"
 
 
+def hook_on_rank_0(rank: int, size: int) -> Any:
+    ddp = DistributedDataParallel(nn.Linear(100, 10))
+    if rank == 1:
+        return None
+    state = pyringar.distributed.HookState(timeout=1.0)
+    ddp.register_comm_hook(state, pyringar.distributed.ddp_hook)
+    return error_of(ddp(torch.randn(4, 100)).sum().backward)
+
+
+def test_hook_on_one_rank_names_cause():
+    (_, _, text, _), _ = run_group(hook_on_rank_0, 2, backend="gloo")
+    assert "waited 1 s for ranks [1] to join in group ddp_hook" in text
+    assert "did every rank register the hook before its first backward?" in text
+
+
 @pytest.mark.parametrize("backend", ["ringar", pytest.param("gloo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", mostly_slow(["killed", "sleeping"], "killed"))
 def test_data_parallel_names_failed_rank(what, backend):

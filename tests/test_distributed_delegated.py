@@ -51,6 +51,17 @@ def test_repeated_waits_receive_one_message():
     assert run_group(wait_repeatedly, 2, timeout_s=10.0) == [(answers, expected, expected)] * 2
 
 
+def receive_from_each_other(rank: int, size: int) -> Any:
+    return error_of(lambda: dist.recv(numbers(rank), 1 - rank))
+
+
+def test_receive_deadlock_error_has_no_path():
+    for kind, _, text, _ in run_group(receive_from_each_other, 2, timeout_s=1.0):
+        assert kind in ("CollectiveTimeout", "PeerLostError")
+        assert "recv over 2 ranks: rank" in text
+        assert ".cc:" not in text
+
+
 def wait_before_send(rank: int, size: int, how: str) -> Any:
     tensor = numbers(rank)
     if rank == 0:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -97,26 +98,52 @@ def test_benchmark_cases_cover_all_candidates(effort):
         assert set(benchmark.peers) | {benchmark.ours} <= names
 
 
-@pytest.mark.parametrize("error", [RuntimeError("planted\nin two lines"), KeyboardInterrupt()])
-def test_benchmark_error_keeps_finished_cases(trial, monkeypatch, tmp_path, error):
+def end_after_first_case(monkeypatch, end):
     measure = SECTIONS["allreduce"].measure
 
-    def fail(run):
+    def measure_and_end(run):
         run.cases = run.cases[:1]
         measure(run)
-        raise error
+        end()
 
-    change_section(monkeypatch, "allreduce", measure=fail)
-    if isinstance(error, KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            trial("allreduce")
-    else:
-        run = trial("allreduce", "orders")
-        assert run.status == 1
-        assert run.results("orders").rows
-        assert "FAILED: the section: RuntimeError: planted\n" in run.printed
-        assert "**allreduce failed:** the section: `RuntimeError: planted`" in run.page
+    change_section(monkeypatch, "allreduce", measure=measure_and_end)
+
+
+def test_section_error_skips_no_other_section(trial, monkeypatch):
+    def fail():
+        raise RuntimeError("planted\nin two lines")
+
+    end_after_first_case(monkeypatch, fail)
+    run = trial("allreduce", "orders")
+    assert run.status == 1
+    assert {row.case for row in run.results("allreduce").rows} == {"4 KiB fp32"}
+    assert run.results("orders").rows
+    assert "FAILED: the section: RuntimeError: planted\n" in run.printed
+    assert "**allreduce failed:** the section: `RuntimeError: planted`" in run.page
+    assert "ended early" not in run.page
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_interrupted_run_writes_report(trial, monkeypatch, tmp_path, number):
+    end_after_first_case(monkeypatch, lambda: os.kill(os.getpid(), number))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trial("allreduce", "orders")
+    assert signal.getsignal(signal.SIGTERM) == before
+    page = (tmp_path / "out/report.md").read_text()
+    assert page.startswith("# Benchmark report\n\n**This run ended early.**")
+    assert "| 4 KiB fp32 | 2 |" in page
+    assert "- orders: no results" in page
     assert {row.case for row in read(tmp_path / "out/allreduce.jsonl").rows} == {"4 KiB fp32"}
+
+
+def test_error_between_sections_writes_report(trial, monkeypatch, tmp_path):
+    change_section(monkeypatch, "orders", threads="two")  # torch refuses this number of threads
+    with pytest.raises(RuntimeError, match="set_num_threads"):
+        trial("allreduce", "orders")
+    page = (tmp_path / "out/report.md").read_text()
+    assert "**This run ended early.**" in page
+    assert "## All ranks in one process" in page
 
 
 def test_failed_case_skips_no_other_case(trial, monkeypatch):
@@ -132,16 +159,14 @@ def test_failed_case_skips_no_other_case(trial, monkeypatch):
     assert "FAILED: 4 KiB fp32, 2 ranks: ZeroDivisionError: division by zero" in run.printed
 
 
-@pytest.mark.parametrize(("now_s", "left_min"), [(300.0, 3), (360.0, 2), (540.0, 6), (840.0, 13)])
-def test_progress_shows_time_and_case(now_s, left_min):
-    """Half of the plan took 240 s, so case z should end at 360 s."""
+def test_progress_shows_time_and_case():
     w, x, z = (BenchmarkCase(name, 4, ()) for name in "wxz")
     progress = run_all.SectionProgress({"a": 60.0, "b": 60.0}, {"a": [w], "b": [x, z, w]})
     progress.begin("b")
     progress.advance("b", x)
-    progress._begin_s, progress._advance_s = 0.0, 240.0
-    expected = f"about {left_min} min left, section 2 of 2 (b): z, 4 ranks"
-    assert progress.line(now_s) == f"[#####     ]  50%, {expected}"
+    progress._begin_s = 0.0
+    expected = "[#####     ]  50%, 4 min so far, section 2 of 2 (b): z, 4 ranks"
+    assert progress.line(240.0) == expected
 
 
 def test_log_omits_repeated_lines(monkeypatch, capsys):
@@ -174,6 +199,11 @@ def test_busy_machine_is_reported(trial, monkeypatch):
     mark = f"**Measured while other programs {used}: times and ratios are not reliable.**"
     assert run.page.startswith(f"# Benchmark report\n\n{mark}")
     assert "](algorithms.md)" not in run.page
+
+
+def test_report_without_sentences_has_no_summary(trial):
+    assert "Summary" in trial("allreduce").page
+    assert "Summary" not in trial("orders").page
 
 
 def test_default_output_folder_is_new(monkeypatch, tmp_path):

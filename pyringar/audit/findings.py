@@ -68,9 +68,21 @@ class AuditReport:
 
     def __str__(self) -> str:
         lines = [f"{self.target}, {self.ranks} ranks"]
-        for section in self.sections:
+        if self._has_one_failure():
+            shown = [Section(section.title, section.findings[:1]) for section in self.sections[:2]]
+            end = ["", "The other calls failed likewise."]
+        else:
+            shown, end = list(self.sections), []
+        for section in shown:
             lines += ["", *section.lines()]
-        return "\n".join(lines)
+        return "\n".join(lines + end)
+
+    def _has_one_failure(self) -> bool:
+        """Return True if all calls failed for the same reason."""
+        findings = [finding for section in self.sections for finding in section.findings]
+        details = [f.detail for f in findings if not f.detail.startswith("not asked")]
+        reasons = {detail.partition(": ")[2] for detail in details} - {""}
+        return {f.verdict for f in findings} <= {"failed", "-"} and len(reasons) == 1
 
 
 def _wrapped(head: str, text: str) -> list[str]:

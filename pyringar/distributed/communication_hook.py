@@ -14,6 +14,7 @@ from pyringar.comm.arguments import check_timeout
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.distributed.hierarchical import communicator_for
 from pyringar.distributed.torch_works import Completer, PendingWork
+from pyringar.errors import CollectiveTimeout
 
 _OPS = ("mean", "sum")
 
@@ -45,9 +46,14 @@ class HookState:
     def comm(self) -> Any:
         """The communicator. The first access makes it, on all ranks together."""
         if self._comm is None:
-            self._comm = communicator_for(
-                name="ddp_hook", timeout=self._timeout_s, compares_shapes=False
-            )
+            try:
+                self._comm = communicator_for(
+                    name="ddp_hook", timeout=self._timeout_s, compares_shapes=False
+                )
+            except CollectiveTimeout as error:
+                raise CollectiveTimeout(
+                    f"{error}; did every rank register the hook before its first backward?"
+                ) from error
         return self._comm
 
     def __repr__(self) -> str:

@@ -24,7 +24,7 @@ from pyringar.distributed.convert import (
     count_changes,
     has_plain_memory,
 )
-from pyringar.distributed.fallback import Fallback
+from pyringar.distributed.fallback import Fallback, gloo_text
 from pyringar.distributed.torch_works import BackgroundCall, Completer, PendingWork
 from pyringar.errors import CollectiveTimeout, PeerLostError, UnsupportedError
 
@@ -133,7 +133,9 @@ class WatchedCall:
         lost = [self._comm.members[rank].name for rank in self._fallback.closed_peers()]
         names = f"; {', '.join(lost)} is gone" if lost else ""
         waited = f"{self._operation}: rank {self._comm.rank} waited for ranks {self._peers}"
-        return (CollectiveTimeout if is_late else PeerLostError)(f"{waited}: {error}{names}")
+        return (CollectiveTimeout if is_late else PeerLostError)(
+            f"{waited}: {gloo_text(error)}{names}"
+        )
 
     def _check(self, peers: Sequence[int]) -> None:
         """Raise PeerLostError if a rank is lost, and tell the other ranks about the error."""

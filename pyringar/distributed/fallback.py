@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -123,6 +124,11 @@ class Fallback:
             with contextlib.suppress(RuntimeError):
                 self._nccl.shutdown()
             self._nccl = None
+
+
+def gloo_text(error: Exception) -> str:
+    """Return gloo's error text without the path of a source file on torch's build machine."""
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", str(error))
 
 
 # Tag of receives that no send matches, and tag of sends that no receive matches.

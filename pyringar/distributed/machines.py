@@ -16,7 +16,13 @@ from pyringar.choices import ORDERS, check_choice
 from pyringar.comm.exits import close_at_exit, is_inherited
 from pyringar.comm.rank_info import RankInfo
 from pyringar.comm.stores import PatientStore
-from pyringar.distributed.fallback import abort_calls, closed_peers, make_gloo, make_nccl
+from pyringar.distributed.fallback import (
+    abort_calls,
+    closed_peers,
+    gloo_text,
+    make_gloo,
+    make_nccl,
+)
 from pyringar.errors import ArgumentError, CollectiveTimeout, PeerLostError, RingarError
 
 WaitFunction = Callable[[], object]
@@ -142,7 +148,7 @@ class Column:
         except RingarError:
             raise
         except RuntimeError as error:
-            machines, why = self._machines, str(error)
+            machines, why = self._machines, gloo_text(error)
             nodes = closed_peers(self._gloo) or nodes
             places = "; ".join(
                 f"machine {node}, {self._members[machines.nodes[node][0]].host}, has ranks "
