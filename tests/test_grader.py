@@ -518,6 +518,9 @@ def test_interrupted_grading_resumes(folder, verdicts, error, capsys):
     Path("marks.csv").write_text(excel.replace(",", ";"))
     assert main(["check", "class", "--csv", "marks.csv", "--resume"]) == 2
     assert "'marks.csv' is separated by ';': save it with commas" in capsys.readouterr().err
+    Path("marks.csv").write_bytes(b"\xff")
+    assert main(["check", "class", "--csv", "marks.csv", "--resume"]) == 2
+    assert "'marks.csv' is not UTF-8: save it as CSV UTF-8" in capsys.readouterr().err
     Path("marks.csv").write_text(excel)
     (folder / "new.py").write_text(GOOD)
     assert main(["check", "class", "--csv", "marks.csv", "--resume"]) == 1

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import threading
 from pathlib import Path
@@ -413,6 +414,9 @@ IMPORTS = {
     "import torch; torch.distributed.all_reduce(x)": ["torch.distributed.all_reduce"],
     "from torch import distributed": ["torch.distributed"],
     "__import__('pyringar')": ["pyringar"],
+    "import sys; sys.modules['pyringar'].allreduce": ["pyringar"],
+    "name = 'torch.distributed'": ["torch.distributed"],
+    "'pyringar. No import.'": [],
     "import torch, pyringarden": [],
     "x = (1,": [],
 }
@@ -422,3 +426,109 @@ IMPORTS = {
 def test_solution_lists_its_imports(code, names):
     assert Solution("a.py", "f", code.encode()).imports == names
     assert Solution("a.ipynb", "f", notebook(code).encode()).imports == names
+
+
+def test_annotations_need_no_import(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    annotated = GOOD.replace("(data)", "(data: List[d2l.Tensor]) -> d2l.Tensor", 1)
+    Path("one.py").write_text(f"from d2l_missing import torch as d2l\n{annotated}")
+    Path("two.ipynb").write_text(notebook("import pandas_missing", "import d2l_missing", GOOD))
+    Path("three.py").write_text("import d2l_missing\n")
+    assert main(["check", ".", "--devices", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "one.py     100/100" in out
+    missing = "d2l_missing (2 solutions), pandas_missing (1 solution)"
+    assert f"\n\nnot installed here: {missing}\n2 of 3 pass all 13 properties\n" in out
+
+
+# -- the files of a folder -------------------------------------------------------------------------
+
+
+def write(files):
+    for name, text in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+
+
+def test_helper_modules_have_no_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "class/eva/solution.py": "from utils import total, fill\n"
+        "def allreduce(data):\n    fill(data, total(data))\n",
+        "class/eva/utils.py": "from more import fill\ntotal = sum\n",
+        "class/eva/more.py": "import torch.distributed\nfrom pyringar.comm import topology\n"
+        "def fill(data, total):\n    for tensor in data: tensor.copy_(total)\n",
+        "class/max/solution.PY": GOOD,
+        "class/max/utils.py": "def all_reduce(data): ...\n",
+        "class/two/a.py": "import b\n",
+        "class/two/b.py": "import a\n",
+    }
+    write(files)
+    assert main(["check", "class", "--csv", "marks.csv", "--devices", "cpu,cpu"]) == 1
+    graded = {row["file"]: row for row in rows("marks.csv")}
+    marks = {name: int(row["marks"]) for name, row in graded.items()}
+    assert marks == {
+        "class/eva/solution.py": 100,
+        "class/max/solution.PY": 100,
+        **dict.fromkeys(("class/max/utils.py", "class/two/a.py", "class/two/b.py"), 0),
+    }
+    assert graded["class/eva/solution.py"]["imports"] == "pyringar.comm.topology; torch.distributed"
+    assert (
+        "ignored: imported by other files: eva/more.py, eva/utils.py\n" in capsys.readouterr().err
+    )
+
+
+def test_other_files_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    hidden = [".git/config", ".hidden", "__pycache__/a.pyc"]
+    others = [f"{n}.pdf" for n in range(6)]
+    write(dict.fromkeys((*hidden, *others), "") | {"a.IPYNB": notebook(GOOD)})
+    assert main(["check", ".", "--devices", "cpu"]) == 0
+    some = "0.pdf, 1.pdf, 2.pdf, 3.pdf, 4.pdf, ..."
+    line = f"ignored: 6 files that are no .py or .ipynb: {some}\n"
+    assert line in capsys.readouterr().err
+
+
+# -- a text file per solution ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("csv", [[], ["--csv", "marks.csv"]])
+def test_feedback_has_reports(tmp_path, monkeypatch, capsys, csv):
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    write({"../class/book.py": BOOK, "class/cut.py": "x = (1,", str(tmp_path / "good.py"): GOOD})
+    targets = ["../class", "class", str(tmp_path / "good.py")]
+    arguments = ["check", "--devices", "cpu,cpu", "--feedback", "out/all", *csv]
+    assert main([*arguments, *targets]) == 1
+    book, cut = Path("out/all/class/book.py.txt"), Path("out/all/class/cut.py.txt")
+    good = Path(f"out/all{tmp_path}/good.py.txt")
+    assert sorted(p for p in Path("out").rglob("*") if p.is_file()) == sorted([book, cut, good])
+    assert "SyntaxError: '(' was never closed" in cut.read_text()
+    assert cut.read_text().endswith("\n\nmark: 0 of 100\n")
+    monkeypatch.setenv("COLUMNS", "100")
+    capsys.readouterr()
+    assert main(["check", "../class/book.py", "--devices", "cpu,cpu"]) == 1
+    assert book.read_text() == capsys.readouterr().out
+    if csv:
+        good.unlink()
+        Path("class/new.py").write_text(GOOD)
+        assert main([*arguments, *targets, "--resume"]) == 1
+        assert Path("out/all/class/new.py.txt").exists()
+        assert not good.exists()
+
+
+def test_two_functions_of_a_file_have_feedback(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write({"a.py": GOOD + BOOK.replace("allreduce", "book")})
+    targets = ["a.py", "a.py:book"]
+    assert main(["check", *targets, "--devices", "cpu,cpu", "--feedback", "out"]) == 1
+    assert sorted(os.listdir("out")) == ["a.py.allreduce.txt", "a.py.book.txt"]
+
+
+@pytest.mark.parametrize("path", ["file", "file/below", ""])
+def test_feedback_file_is_no_folder(tmp_path, monkeypatch, capsys, path):
+    monkeypatch.chdir(tmp_path)
+    write({"a.py": GOOD, "file": ""})
+    assert main(["check", "a.py", "--feedback", path]) == 2
+    assert f"--feedback is '{path}', but this folder cannot be made: " in capsys.readouterr().err

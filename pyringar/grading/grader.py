@@ -112,7 +112,10 @@ class GradeReport:
         return {**summary, "first_look_at": first and first.name, **asdict(self)}
 
     def __str__(self) -> str:
-        columns = shutil.get_terminal_size().columns
+        return self.text(shutil.get_terminal_size().columns)
+
+    def text(self, columns: int) -> str:
+        """Return the table, of at most ``columns`` columns."""
         width = max(len(p.name) for p in self.properties)
         names = ", ".join(self.devices)
         if len(set(self.devices)) == 1:
