@@ -415,14 +415,14 @@ IMPORTS = {
     "from torch import distributed": ["torch.distributed"],
     "__import__('pyringar')": ["pyringar"],
     "import sys; sys.modules['pyringar'].allreduce": ["pyringar"],
-    "name = 'torch.distributed'": ["torch.distributed"],
+    f"x = 0x{'f' * 5000}; name = 'torch.distributed'": ["torch.distributed"],
     "'pyringar. No import.'": [],
     "import torch, pyringarden": [],
     "x = (1,": [],
 }
 
 
-@pytest.mark.parametrize(("code", "names"), IMPORTS.items(), ids=IMPORTS)
+@pytest.mark.parametrize(("code", "names"), IMPORTS.items(), ids=[code[:30] for code in IMPORTS])
 def test_solution_lists_its_imports(code, names):
     assert Solution("a.py", "f", code.encode()).imports == names
     assert Solution("a.ipynb", "f", notebook(code).encode()).imports == names
@@ -462,6 +462,8 @@ def test_helper_modules_have_no_row(tmp_path, monkeypatch, capsys):
         "class/max/utils.py": "def all_reduce(data): ...\n",
         "class/two/a.py": "import b\n",
         "class/two/b.py": "import a\n",
+        "class/zoe/cut.py": "x = (1,",
+        "class/zoe/main.py": "from cut import allreduce\n",
     }
     write(files)
     assert main(["check", "class", "--csv", "marks.csv", "--devices", "cpu,cpu"]) == 1
@@ -471,6 +473,7 @@ def test_helper_modules_have_no_row(tmp_path, monkeypatch, capsys):
         "class/eva/solution.py": 100,
         "class/max/solution.PY": 100,
         **dict.fromkeys(("class/max/utils.py", "class/two/a.py", "class/two/b.py"), 0),
+        **dict.fromkeys(("class/zoe/cut.py", "class/zoe/main.py"), 0),
     }
     assert graded["class/eva/solution.py"]["imports"] == "pyringar.comm.topology; torch.distributed"
     assert (

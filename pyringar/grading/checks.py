@@ -1,8 +1,8 @@
 """The properties that the grader checks, and the cases of each.
 
-A check runs its cases from small to large and raises the first `Failure`. Only the
-cases of ``sizes`` have axes that the number of ranks does not divide, so a function
-that forgets the remainder fails only ``sizes``.
+A check runs its cases from small to large and raises the first `Failure`. Only the cases of
+``sizes`` have axes that the number of ranks does not divide, so a function that forgets the
+remainder fails only ``sizes``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
 import os
 import re
@@ -77,8 +76,8 @@ def _names(node: ast.AST) -> Iterator[str]:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
     elif isinstance(node, ast.Attribute):
         yield ast.unparse(node)
-    elif isinstance(node, ast.Constant):  # sys.modules["pyringar"], import_module("pyringar")
-        yield str(node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value  # as in sys.modules["pyringar"] and import_module("pyringar")
 
 
 def _is_noted(name: str) -> bool:
@@ -87,16 +86,20 @@ def _is_noted(name: str) -> bool:
 
 
 def helpers(sources: Mapping[str, bytes], function: str) -> dict[str, set[str]]:
-    """Return the helper modules of every other file, for the files of one folder.
+    """Return the helper modules that each graded file of a folder imports.
 
-    A helper module is a Python file without the name ``function`` that another file imports. Also a
-    module that only helper modules import is a helper.
+    A helper module is a readable ``.py`` file that does not define ``function``, and that a graded
+    file or another helper module imports. All other files are graded.
     """
     modules = {os.path.splitext(os.path.basename(p))[0]: p for p in sources if p.endswith(".py")}
     imports: dict[str, set[str]] = {}
     without_function: set[str] = set()
     for path, source in sources.items():
-        defined, imported = _defined_and_imported(path, source)
+        try:
+            defined, imported = _defined_and_imported(path, source)
+        except _UNREADABLE:
+            imports[path] = set()
+            continue
         imports[path] = {modules[name] for name in imported if name in modules} - {path}
         if path in modules.values() and function.split(".")[0] not in defined:
             without_function.add(path)
@@ -116,16 +119,15 @@ def _defined_and_imported(path: str, source: bytes) -> tuple[set[str], set[str]]
     defined: set[str] = set()
     imported: set[str] = set()
     if len(source) > _MAX_PARSED_BYTES:
-        return defined, imported
-    with contextlib.suppress(*_UNREADABLE):
-        for node in _nodes(path, source):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                defined.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                defined.add(node.id)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                defined.update(alias.asname or alias.name for alias in node.names)
-                module = node.module if isinstance(node, ast.ImportFrom) else None
-                names = [module] if module else [alias.name for alias in node.names]
-                imported.update(name.split(".")[0] for name in names)
+        raise ValueError(f"{path} is larger than 1 MB")
+    for node in _nodes(path, source):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            defined.update(alias.asname or alias.name for alias in node.names)
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            names = [module] if module else [alias.name for alias in node.names]
+            imported.update(name.split(".")[0] for name in names)
     return defined, imported
