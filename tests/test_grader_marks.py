@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import threading
 from pathlib import Path
@@ -23,6 +24,7 @@ from test_grader import (
 from pyringar.cli import main
 from pyringar.grading.causes import COSTS, OTHER_COST
 from pyringar.grading.checks import CHECKS
+from pyringar.grading.graded_calls import GradedCall, even_case
 from pyringar.grading.grader import check_allreduce
 from pyringar.grading.solution import Solution
 
@@ -35,6 +37,13 @@ def only_rank_0(data):
 
 def counts_rank_0_twice(data):
     fill(data, torch.stack([data[0], *data]).sum(0))
+
+
+def copies_to_all_but_last(data):
+    for i in range(1, len(data)):
+        data[0] += data[i]
+    for i in range(1, len(data) - 1):
+        data[i].copy_(data[0])
 
 
 def new_list(data):
@@ -117,12 +126,13 @@ SOLUTIONS = {
     "threads with a lock": random_order,
     "forgets the remainder (`n // k`)": no_remainder,
     "right, but too slow: a loop over elements": slow_for_millions,
-    "the same, and writes into `ravel()`": no_remainder_and_copy,
+    "forgets the remainder, and writes into `ravel()`": no_remainder_and_copy,
     "adds in half precision": half_precision,
     "works for two ranks only": two_ranks_only,
     "threads without a lock": race,
     "the mean, not the sum": averages,
     "counts rank 0 twice": counts_rank_0_twice,
+    "a loop leaves out the last rank": copies_to_all_but_last,
     "rebinds: `data[i] = data[0].to(...)`": rebinding,
     "only rank 0 gets the sum": only_rank_0,
     "returns a new list": new_list,
@@ -203,6 +213,115 @@ def test_no_mistake_hides_others(fn, costs):
     assert report.points == 100 - sum(costs.values())
 
 
+# -- one mistake, one cost -------------------------------------------------------------------------
+
+
+def mean_of_floats(data):
+    """Raises for integers, like `examples/solutions/cleo.py`."""
+    fill(data, torch.stack(data).mean(0))
+
+
+def divides_in_place(data):
+    repaired(data)
+    for tensor in data:
+        tensor /= len(data)
+
+
+def chunks(data):
+    """Cuts axis 0 into as many pieces as ranks; raises if there are fewer pieces."""
+    pieces = [tensor.chunk(len(data)) for tensor in data]
+    for i in range(len(data)):
+        repaired([piece[i] for piece in pieces])
+
+
+def rows_without_remainder(data):
+    n = data[0].shape[0] // len(data)
+    for i in range(len(data)):
+        repaired([tensor[i * n : i * n + n] for tensor in data])
+
+
+def adds_changed_ranks(data):
+    for i in range(len(data)):
+        for j in range(len(data)):
+            if i != j:
+                data[i] += data[j]
+
+
+def ring(data, all_gather_steps):
+    k = len(data)
+    pieces = [tensor.tensor_split(k) for tensor in data]
+    for step in range(k - 1):
+        for rank in range(k):
+            pieces[(rank + 1) % k][rank - step].add_(pieces[rank][rank - step])
+    for step in range(all_gather_steps):
+        for rank in range(k):
+            chunk = (rank + 1 - step) % k
+            pieces[(rank + 1) % k][chunk].copy_(pieces[rank][chunk])
+
+
+def ring_without_all_gather(data):
+    ring(data, 0)
+
+
+def ring_short_of_a_step(data):
+    ring(data, len(data) - 2)
+
+
+def ring_in_views(data):
+    ring([tensor.view(-1) for tensor in data], 0)
+
+
+def adds_all_but_last(data):
+    for i in range(1, len(data) - 1):
+        data[0] += data[i]
+    fill(data[1:], data[0])
+
+
+def absolute_sum(data):
+    fill(data, torch.stack(data).abs().sum(0))
+
+
+def clamped_sum(data):
+    fill(data, torch.stack(data).sum(0).clamp(min=0))
+
+
+def clamped_inputs(data):
+    fill(data, torch.stack(data).clamp(min=0).sum(0))
+
+
+@pytest.mark.parametrize(
+    ("fn", "costs"),
+    [
+        (mean_of_floats, {"wrong sum": 50}),
+        (divides_in_place, {"wrong sum": 50}),
+        (chunks, {"sizes": 30}),
+        (rows_without_remainder, {"sizes": 30}),
+        (adds_changed_ranks, {"wrong sum": 50}),
+        (ring_without_all_gather, {"wrong sum": 50}),
+        (ring_short_of_a_step, {"wrong sum": 50}),
+        (ring_in_views, {"wrong sum": 50, "strides": 10}),
+        (adds_all_but_last, {"wrong sum": 50}),
+        (absolute_sum, {"wrong sum": 50}),
+        (clamped_sum, {"wrong sum": 50}),
+        (clamped_inputs, {"wrong sum": 50}),
+    ],
+)
+def test_mistake_has_no_other_cost(fn, costs):
+    report = check_allreduce(fn)
+    assert report.costs == costs, str(report)
+
+
+def test_no_expected_sum_is_zero():
+    for k in (2, 8):
+        assert GradedCall(even_case(k), [torch.device("cpu")]).expected[0].all()
+
+
+def test_report_ends_with_mark_and_costs():
+    assert "\nmark: 60 of 100 (sizes -30, strides -10)\n" in str(
+        check_allreduce(no_remainder_and_copy)
+    )
+
+
 def without_bfloat16(data):
     data[0].numpy()
     stacked(data)
@@ -213,21 +332,33 @@ def test_first_look_is_at_the_mistake(fn, name):
     assert check_allreduce(fn).first_look_at.name == name
 
 
+def rotates(data):
+    fill(data[:1], data[1 % len(data)])
+
+
+def skips_the_first_elements(data):
+    repaired([tensor[3:] for tensor in data])
+
+
 def test_race_gets_verdict_unstable():
     report = check_allreduce(race)
     assert {p.verdict for p in report.failed} == {"unstable"}
     detail = report.first_look_at.detail
-    assert detail.startswith("looks like a race: results differ between runs: the values of rank 0")
+    assert detail.startswith(
+        "looks like a race: results differ between runs: rank 0 holds the values"
+    )
 
 
 @pytest.mark.parametrize(
     ("fn", "hint"),
     [
-        (averages, "this is the mean, not the sum: rank 0, element 0: expected 1.0, got 0.5"),
+        (averages, "this is the mean, not the sum: rank 0, element 0: expected -15.0, got -7.5"),
         (counts_rank_0_twice, "rank 0 is counted twice: rank 0, element"),
         (float32_buffer, "computed in float32?: rank 0, element"),
         (half_precision, "computed in bfloat16?: rank 0, element"),
         (new_list, "rank 0 still holds its own values; the function returned a list instead: rank"),
+        (rotates, "rank 0 holds the values of rank 1: rank 0, element"),
+        (skips_the_first_elements, "only the first 3 elements are wrong: rank 0, element"),
     ],
 )
 def test_failure_detail_begins_with_hint(fn, hint):
@@ -283,12 +414,124 @@ IMPORTS = {
     "import torch; torch.distributed.all_reduce(x)": ["torch.distributed.all_reduce"],
     "from torch import distributed": ["torch.distributed"],
     "__import__('pyringar')": ["pyringar"],
+    "import sys; sys.modules['pyringar'].allreduce": ["pyringar"],
+    f"x = 0x{'f' * 5000}; name = 'torch.distributed'": ["torch.distributed"],
+    "'pyringar. No import.'": [],
     "import torch, pyringarden": [],
     "x = (1,": [],
 }
 
 
-@pytest.mark.parametrize(("code", "names"), IMPORTS.items(), ids=IMPORTS)
+@pytest.mark.parametrize(("code", "names"), IMPORTS.items(), ids=[code[:30] for code in IMPORTS])
 def test_solution_lists_its_imports(code, names):
     assert Solution("a.py", "f", code.encode()).imports == names
     assert Solution("a.ipynb", "f", notebook(code).encode()).imports == names
+
+
+def test_annotations_need_no_import(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    annotated = GOOD.replace("(data)", "(data: List[d2l.Tensor]) -> d2l.Tensor", 1)
+    Path("one.py").write_text(f"from d2l_missing import torch as d2l\n{annotated}")
+    Path("two.ipynb").write_text(notebook("import pandas_missing", "import d2l_missing", GOOD))
+    Path("three.py").write_text("import d2l_missing\n")
+    assert main(["check", ".", "--devices", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "one.py     100/100" in out
+    missing = "d2l_missing (2 solutions), pandas_missing (1 solution)"
+    assert f"\n\nnot installed here: {missing}\n2 of 3 pass all 13 properties\n" in out
+
+
+# -- the files of a folder -------------------------------------------------------------------------
+
+
+def write(files):
+    for name, text in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+
+
+def test_helper_modules_have_no_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "class/eva/solution.py": "from utils import total, fill\n"
+        "def allreduce(data):\n    fill(data, total(data))\n",
+        "class/eva/utils.py": "from more import fill\ntotal = sum\n",
+        "class/eva/more.py": "import torch.distributed\nfrom pyringar.comm import topology\n"
+        "def fill(data, total):\n    for tensor in data: tensor.copy_(total)\n",
+        "class/max/solution.PY": GOOD,
+        "class/max/utils.py": "def all_reduce(data): ...\n",
+        "class/two/a.py": "import b\n",
+        "class/two/b.py": "import a\n",
+        "class/zoe/cut.py": "x = (1,",
+        "class/zoe/main.py": "from cut import allreduce\n",
+    }
+    write(files)
+    assert main(["check", "class", "--csv", "marks.csv", "--devices", "cpu,cpu"]) == 1
+    graded = {row["file"]: row for row in rows("marks.csv")}
+    marks = {name: int(row["marks"]) for name, row in graded.items()}
+    assert marks == {
+        "class/eva/solution.py": 100,
+        "class/max/solution.PY": 100,
+        **dict.fromkeys(("class/max/utils.py", "class/two/a.py", "class/two/b.py"), 0),
+        **dict.fromkeys(("class/zoe/cut.py", "class/zoe/main.py"), 0),
+    }
+    assert graded["class/eva/solution.py"]["imports"] == "pyringar.comm.topology; torch.distributed"
+    assert (
+        "ignored: imported by other files: eva/more.py, eva/utils.py\n" in capsys.readouterr().err
+    )
+
+
+def test_other_files_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    hidden = [".git/config", ".hidden", "__pycache__/a.pyc"]
+    others = [f"{n}.pdf" for n in range(6)]
+    write(dict.fromkeys((*hidden, *others), "") | {"a.IPYNB": notebook(GOOD)})
+    assert main(["check", ".", "--devices", "cpu"]) == 0
+    some = "0.pdf, 1.pdf, 2.pdf, 3.pdf, 4.pdf, ..."
+    line = f"ignored: 6 files that are no .py or .ipynb: {some}\n"
+    assert line in capsys.readouterr().err
+
+
+# -- a text file per solution ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("csv", [[], ["--csv", "marks.csv"]])
+def test_feedback_has_reports(tmp_path, monkeypatch, capsys, csv):
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    write({"../class/book.py": BOOK, "class/cut.py": "x = (1,", str(tmp_path / "good.py"): GOOD})
+    targets = ["../class", "class", str(tmp_path / "good.py")]
+    arguments = ["check", "--devices", "cpu,cpu", "--feedback", "out/all", *csv]
+    assert main([*arguments, *targets]) == 1
+    book, cut = Path("out/all/class/book.py.txt"), Path("out/all/class/cut.py.txt")
+    good = Path(f"out/all{tmp_path}/good.py.txt")
+    assert sorted(p for p in Path("out").rglob("*") if p.is_file()) == sorted([book, cut, good])
+    assert "SyntaxError: '(' was never closed" in cut.read_text()
+    assert cut.read_text().endswith("\n\nmark: 0 of 100\n")
+    monkeypatch.setenv("COLUMNS", "100")
+    capsys.readouterr()
+    assert main(["check", "../class/book.py", "--devices", "cpu,cpu"]) == 1
+    assert book.read_text() == capsys.readouterr().out
+    if csv:
+        good.unlink()
+        Path("class/new.py").write_text(GOOD)
+        assert main([*arguments, *targets, "--resume"]) == 1
+        assert Path("out/all/class/new.py.txt").exists()
+        assert not good.exists()
+
+
+def test_two_functions_of_a_file_have_feedback(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write({"a.py": GOOD + BOOK.replace("allreduce", "book")})
+    targets = ["a.py", "a.py:book"]
+    assert main(["check", *targets, "--devices", "cpu,cpu", "--feedback", "out"]) == 1
+    assert sorted(os.listdir("out")) == ["a.py.allreduce.txt", "a.py.book.txt"]
+
+
+@pytest.mark.parametrize("path", ["file", "file/below", ""])
+def test_feedback_file_is_no_folder(tmp_path, monkeypatch, capsys, path):
+    monkeypatch.chdir(tmp_path)
+    write({"a.py": GOOD, "file": ""})
+    assert main(["check", "a.py", "--feedback", path]) == 2
+    assert f"--feedback is '{path}', but this folder cannot be made: " in capsys.readouterr().err

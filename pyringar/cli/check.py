@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
 import shutil
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,21 +33,24 @@ Grade the code of strangers in a container: docs/grading.md has the command."""
 _EPILOG = """\
 FUNCTION is called with a list of tensors, one per rank, like the book's
 allreduce(data), and must write their sum into every tensor. A DIR stands for
-all *.py and *.ipynb in it and in its folders, except hidden files and folders.
+all *.py and *.ipynb in it and in its folders, except hidden files and folders,
+and modules without FUNCTION that other files of their folder import.
 The code cells of a notebook run in order, without lines that begin with % or !.
 
 Exit status: 0 all required properties pass, 1 one fails, 2 wrong arguments
 (a missing device or file, or a single solution that cannot be loaded; with
---csv it has a row with 0 marks instead), 130 interrupted.
+--csv or --feedback it has 0 marks instead), 130 interrupted.
 
 examples:
   pyringar check solution.py:allreduce
   pyringar check pyringar:allreduce --devices cpu,cpu,cpu,cpu
   pyringar check submissions/ --csv marks.csv
   pyringar check submissions/ --csv marks.csv --resume
+  pyringar check submissions/ --feedback reports/
 """
 _DEFAULT_RANKS = 8
 _MIN_NAME = 32
+_MAX_NAMES = 5  # of ignored files
 _MAX_SHOWN_BYTES = 1 << 16  # maximum output that is shown per solution
 
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,6 +69,10 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "csv": (
         "write a row per solution, to FILE.csv.part until all are graded",
         {"metavar": "FILE"},
+    ),
+    "feedback": (
+        "write the report of each solution to a text file in DIR",
+        {"metavar": "DIR"},
     ),
     "resume": (
         "keep the rows of the CSV file and grade the other solutions",
@@ -97,9 +107,19 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError("--resume needs --csv, and does not go with --json")
     targets = _targets(args)
     path = check_output_path("--csv", args.csv, ".csv") if args.csv else None
-    if path or len(args.targets) > 1 or os.path.isdir(args.targets[0]):
+    if args.feedback is not None:
+        _make_folder(args.feedback)
+    if path or args.feedback or len(args.targets) > 1 or os.path.isdir(args.targets[0]):
         return _grade_class(targets, path, args)
     return _grade_one(targets[0], args)
+
+
+def _make_folder(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        words = f"--feedback is '{path}', but this folder cannot be made: {error.strerror}"
+        raise ArgumentError(words) from error
 
 
 def _grade_one(target: Solution, args: argparse.Namespace) -> int:
@@ -136,6 +156,9 @@ def _grade_class(targets: list[Solution], path: Path | None, args: argparse.Name
     longest = max(len("solution"), *(len(printable(t.where)) for t in targets))
     name_width = min(longest, max(_MIN_NAME, width * 2 // 5))
     say(f"{'solution':<{name_width}}    marks  first look at")
+    functions: dict[str, set[str]] = defaultdict(set)  # of each file
+    for target in targets:
+        functions[target.where].add(target.function)
     marked: list[MarkedSolution] = []
     begin_s = time.monotonic()
     try:
@@ -144,6 +167,10 @@ def _grade_class(targets: list[Solution], path: Path | None, args: argparse.Name
             with STATUS.elapsed(f"{progress}; grading {printable(target.where)}"):
                 one = _marked(target, args)
             marked.append(one)
+            if args.feedback:
+                is_alone = functions[target.where] == {target.function}
+                name = target.where if is_alone else str(target).replace(":", ".")
+                one.write_feedback(args.feedback, name)
             say(one.line(width, name_width))
             if file:
                 file.add(one)
@@ -161,7 +188,9 @@ def _grade_class(targets: list[Solution], path: Path | None, args: argparse.Name
         solutions = [one.as_dict() for one in marked]
         print(json.dumps({"passed": num_passed == num, "solutions": solutions}, indent=2))
     rows = f"; {printable(str(path))} has a row for each" if path else ""
-    say(f"\n{num_passed} of {num} pass all {len(REQUIRED)} properties{rows}")
+    say(
+        f"\n{_not_installed(marked)}{num_passed} of {num} pass all {len(REQUIRED)} properties{rows}"
+    )
     return 0 if num_passed == num else 1
 
 
@@ -174,6 +203,13 @@ def _marked(target: Solution, args: argparse.Namespace) -> MarkedSolution:
         return MarkedSolution(target, grade(target, args.devices, args.timeout))
     except CannotLoadError as error:
         return MarkedSolution(target, None, str(error))
+
+
+def _not_installed(marked: list[MarkedSolution]) -> str:
+    """Return a line about the modules that solutions import and that are not installed."""
+    nums = Counter(name for one in marked for name in sorted(one.missing_modules))
+    texts = [f"{name} ({n} solution{'s' * (n != 1)})" for name, n in nums.most_common()]
+    return f"not installed here: {', '.join(texts)}\n" if texts else ""
 
 
 def _progress(done: int, total: int, begin_s: float) -> str:
@@ -204,46 +240,77 @@ def _targets(args: argparse.Namespace) -> list[Solution]:
     targets: list[Solution] = []
     for text in args.targets:
         if os.path.isdir(text):
-            files = sorted(_solution_files(text))
-            if not files:
-                raise ArgumentError(f"there is no *.py or *.ipynb in the folder '{text}'")
-            targets += [_file_target(file, args.function) for file in files]
+            targets += _folder_targets(text, args.function)
         else:
             targets.append(target_of(text, args.function))
     return targets
 
 
-def _solution_files(folder: str) -> Iterator[str]:
-    from pyringar.grading.source_code import SUFFIXES
+def _folder_targets(folder: str, function: str) -> list[Solution]:
+    """Read the solutions in a folder and its folders; name the other files on stderr."""
+    from pyringar.grading.source_code import helpers, is_code_file
 
+    files = sorted(_files(folder))
+    others = [file for file in files if not is_code_file(file)]
+    read = {file: _file_target(file, function) for file in files if is_code_file(file)}
+    if not read:
+        raise ArgumentError(f"there is no *.py or *.ipynb in the folder '{folder}'")
+    targets: list[Solution] = []
+    for _, names in itertools.groupby(sorted(read, key=os.path.dirname), os.path.dirname):
+        found = helpers({name: read[name].source or b"" for name in names}, function)
+        for name, its_helpers in found.items():
+            sources = tuple((helper, read[helper].source or b"") for helper in sorted(its_helpers))
+            targets.append(dataclasses.replace(read[name], helpers=sources))
+    targets.sort(key=lambda target: target.where)
+    imported = sorted(read.keys() - {target.where for target in targets})
+    _name_ignored(folder, others, imported)
+    return targets
+
+
+def _name_ignored(folder: str, others: list[str], imported: list[str]) -> None:
+    from pyringar.grading.solution import printable
+
+    def some(files: list[str]) -> str:
+        names = [printable(os.path.relpath(file, folder)) for file in files[:_MAX_NAMES]]
+        return ", ".join([*names, "..."] if len(files) > _MAX_NAMES else names)
+
+    num = len(others)
+    are = "files that are" if num != 1 else "file that is"
+    texts = [f"{num} {are} no .py or .ipynb: {some(others)}"] if others else []
+    texts += [f"imported by other files: {some(imported)}"] if imported else []
+    if texts:
+        print(f"ignored: {'; '.join(texts)}", file=sys.stderr)
+
+
+def _files(folder: str) -> Iterator[str]:
     def refuse(error: OSError) -> None:
         raise ArgumentError(f"the folder '{error.filename}' cannot be read: {error.strerror}")
 
     for where, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if name[0] != "." and name != "__pycache__"]
         for name in files:
-            if name.endswith(SUFFIXES) and name[0] != ".":
+            if name[0] != ".":
                 yield os.path.normpath(os.path.join(where, name))
 
 
 def target_of(text: str, function: str) -> Solution:
     """Return the solution that a text names; ``function`` is for a text without ``:FUNCTION``."""
     from pyringar.grading.solution import Solution
-    from pyringar.grading.source_code import SUFFIXES
+    from pyringar.grading.source_code import is_code_file
 
     where, _, name = text.rpartition(":")
-    if os.path.isfile(text) or text.endswith(SUFFIXES):
+    if os.path.isfile(text) or is_code_file(text):
         where, name = text, function
     elif not where or not name:
         raise ArgumentError(
             f"{text!r} is not MODULE:FUNCTION, such as solution:allreduce, nor FILE.py:FUNCTION, "
             "nor a folder"
         )
-    if not where.endswith(SUFFIXES) and os.sep not in where and not os.path.isfile(where):
+    if not is_code_file(where) and os.sep not in where and not os.path.isfile(where):
         return Solution(where, name)
     if not os.path.isfile(where):
         raise ArgumentError(f"there is no file {where!r} (current directory: {Path.cwd()})")
-    if not where.endswith(SUFFIXES):
+    if not is_code_file(where):
         raise ArgumentError(f"{where!r} is not a Python file (.py) or a notebook (.ipynb)")
     return _file_target(where, name)
 

@@ -144,7 +144,7 @@ def layouts_of(case: CallCase) -> list[MemoryLayout]:
 def _values(case: CallCase, rank: int) -> Tensor:
     """Return the flat input of a rank, on the CPU. Values differ between positions and ranks."""
     if case.values != "random":
-        values = (torch.arange(case.numel) % 17 + rank).to(case.dtype)
+        values = (torch.arange(case.numel) % 17 - 8 + rank).to(case.dtype)
         if case.values == "special":
             _put_special(values, rank, case.k)
         return values
@@ -175,12 +175,12 @@ def _put_special(values: Tensor, rank: int, k: int) -> None:
 def is_exact(case: CallCase) -> bool:
     """Return whether the sums are exact in every order of addition.
 
-    Positional values are at most ``16 + rank``, so bfloat16 holds the sums of 11 ranks. Special
+    Positional values are from -8 to ``8 + rank``, so bfloat16 holds the sums of 16 ranks. Special
     values overflow in every order.
     """
     if not case.dtype.is_floating_point:
         return True
-    largest_sum = 16 * case.k + case.k * (case.k - 1) // 2
+    largest_sum = 8 * case.k + case.k * (case.k - 1) // 2
     return case.values != "random" and largest_sum <= 2 / torch.finfo(case.dtype).eps
 
 

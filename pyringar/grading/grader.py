@@ -37,8 +37,8 @@ class Property:
         detail: The description of the pass or the failure.
         case: The smallest case that shows a failure: ``k``, ``shape``, ``numel``, ``dtype``,
             ``layout``, ``values``, and if known ``rank``, ``index``, ``expected`` and ``got``.
-        causes: The mistakes that made the property fail, such as ``"sum missing"`` or ``"sizes"``.
-            A mistake costs marks once, even if it is the cause of several failures.
+        causes: The mistakes that made the property fail, such as ``"wrong sum"`` or ``"sizes"``. A
+            mistake costs marks once, even if it is the cause of several failures.
     """
 
     name: str
@@ -112,7 +112,10 @@ class GradeReport:
         return {**summary, "first_look_at": first and first.name, **asdict(self)}
 
     def __str__(self) -> str:
-        columns = shutil.get_terminal_size().columns
+        return self.text(shutil.get_terminal_size().columns)
+
+    def text(self, columns: int) -> str:
+        """Return the table, of at most ``columns`` columns."""
         width = max(len(p.name) for p in self.properties)
         names = ", ".join(self.devices)
         if len(set(self.devices)) == 1:
@@ -127,9 +130,9 @@ class GradeReport:
             return "\n".join([*lines, "", *remark, f"passed: all {required} required properties"])
         names = ", ".join(p.name for p in failed)
         last = f"FAILED: {len(failed)} of {required} required properties: {names}"
-        causes = ", ".join(self.costs)
+        costs = ", ".join(f"{cause} -{cost}" for cause, cost in self.costs.items())
         lines += ["", *remark, *textwrap.wrap(last, columns)]
-        lines.append(f"mark: {self.points} of 100, for: {causes}")
+        lines.append(f"mark: {self.points} of 100 ({costs})")
         if len(failed) > 1 and self.first_look_at:
             lines.append(f"first look at: {self.first_look_at.name}")
         return "\n".join(lines)
@@ -219,7 +222,7 @@ def _failed(
     verdict, detail = check.verdict_on_failure, str(failure)
     if verdict == "reported":
         return Property(check.name, verdict, detail, failure.case)
-    causes: tuple[str, ...] = ("sum missing" if check is CHECKS[0] else check.name,)
+    causes: tuple[str, ...] = ("rank without sum" if check is CHECKS[0] else check.name,)
 
     def find(subject: Subject) -> None:
         nonlocal causes
@@ -238,7 +241,7 @@ def _failed(
 
 def _timed_out(check: Check, case: CallCase | None, timeout_s: float) -> Property:
     verdict = "timeout" if check.verdict_on_failure == "fail" else check.verdict_on_failure
-    causes = ("sum missing" if check is CHECKS[0] else TOO_SLOW,)
+    causes = ("rank without sum" if check is CHECKS[0] else TOO_SLOW,)
     detail = f"no answer within {timeout_s:g} s"
     if case is None:
         return Property(check.name, verdict, detail, causes=causes)

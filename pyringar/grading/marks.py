@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ OUT_OF = 100
 _LAST = ("first_look_at", "message", "imports", "remark")
 _HEAD = ("file", "function", "marks", "out_of", "costs", *REQUIRED, *_LAST)
 _MAX_MESSAGE = 500
+_FEEDBACK_COLUMNS = 100
+_NOT_INSTALLED = re.compile(r"No module named '([\w.]+)'")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,32 @@ class MarkedSolution:
     @property
     def passed(self) -> bool:
         return self.report is not None and self.report.passed
+
+    @property
+    def missing_modules(self) -> set[str]:
+        """Names of modules that are not installed here."""
+        remark = self.report.remark if self.report else ""
+        return set(_NOT_INSTALLED.findall(f"{self.trouble} {remark}"))
+
+    @property
+    def feedback(self) -> str:
+        """The full report, or the reason why there is none."""
+        if self.report is not None:
+            return f"{self.report.text(_FEEDBACK_COLUMNS)}\n"
+        reason = textwrap.fill(f"nothing was graded: {printable(self.trouble)}", _FEEDBACK_COLUMNS)
+        return f"{reason}\n\nmark: 0 of {OUT_OF}\n"
+
+    def write_feedback(self, folder: str, name: str) -> None:
+        """Write ``FOLDER/NAME.txt``; ``name`` may be a path, whose root and ``..`` are left out."""
+        parts = [part for part in Path(f"{name}.txt").parts if part not in ("/", "..")]
+        path = Path(folder, *parts)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.feedback, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise RingarError(
+                f"--feedback is '{folder}': '{path}' could not be written: {error.strerror}"
+            ) from error
 
     @property
     def first_look_at(self) -> tuple[str, str]:
@@ -148,6 +177,8 @@ def _complete_rows(path: Path) -> list[list[str]]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
         head, *rows = csv.reader(io.StringIO(text, newline=""))
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"--resume: '{path}' is not UTF-8: save it as CSV UTF-8") from error
     except (OSError, ValueError, csv.Error) as error:
         raise ArgumentError(f"--resume: '{path}' cannot be read: {error}") from error
     if head[0].startswith("file;"):

@@ -1,6 +1,7 @@
 """Load the graded function, and name the line of its file where an error arose."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import contextlib
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from pyringar.grading.source_code import SUFFIXES, code_parts, noted_imports
+from pyringar.grading.source_code import code_parts, is_code_file, noted_imports
 
 _MAX_WORDS = 500  # maximum characters of an exception's message
 _STUBS = ("display", "get_ipython")
@@ -33,22 +34,25 @@ class Solution:
 
     ``where`` is a module's name, or a file that ends in ``.py`` or ``.ipynb``. ``function`` is a
     name in it, such as ``Ring.run``. ``source``: the content of the file, read before any solution
-    runs. ``trouble``: the reason why the file could not be read.
+    runs. ``trouble``: the reason why the file could not be read. ``helpers``: the path and content
+    of every module of the same folder that it imports and that is not graded.
     """
 
     where: str
     function: str
     source: bytes | None = None
     trouble: str = ""
+    helpers: tuple[tuple[str, bytes], ...] = ()
 
     @property
     def is_file(self) -> bool:
-        return self.where.endswith(SUFFIXES)
+        return is_code_file(self.where)
 
     @property
     def imports(self) -> list[str]:
-        """Names of pyringar and torch.distributed in the code."""
-        return noted_imports(self.where, self.source) if self.source else []
+        """Names of pyringar and torch.distributed in the code and its helper modules."""
+        files = [(self.where, self.source or b""), *self.helpers]
+        return sorted({name for file in files for name in noted_imports(*file)})
 
     def __str__(self) -> str:
         return f"{self.where}:{self.function}"
@@ -133,7 +137,9 @@ def _run_file(solution: Solution) -> tuple[ModuleType, str]:
             linecache.cache[part] = (len(code), None, lines, part)
         for statement in _statements(code, part):
             try:
-                exec(compile(statement, part, "exec", dont_inherit=True), module.__dict__)
+                # Annotations are not evaluated: they may name a module that is not installed.
+                flags = __future__.annotations.compiler_flag
+                exec(compile(statement, part, "exec", flags, dont_inherit=True), module.__dict__)
             except BaseException as error:  # also SystemExit of sys.exit()
                 first_error = first_error or _import_words(error, str(path))
                 if isinstance(error, ImportTimeoutError):
@@ -142,13 +148,11 @@ def _run_file(solution: Solution) -> tuple[ModuleType, str]:
 
 
 def _statements(code: str | bytes, name: str) -> list[ast.Module | str | bytes]:
-    """Return the top-level statements, each with the __future__ imports; all code if unreadable."""
+    """Return the top-level statements; all code if unreadable."""
     try:
-        body = ast.parse(code, name).body
+        return [ast.Module([node], []) for node in ast.parse(code, name).body]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return [code]
-    future = [n for n in body if isinstance(n, ast.ImportFrom) and n.module == "__future__"]
-    return [ast.Module([*future, n], []) for n in body if n not in future]
 
 
 class _IPythonStub:
