@@ -340,6 +340,19 @@ def skips_the_first_elements(data):
     repaired([tensor[3:] for tensor in data])
 
 
+def mean_without_bfloat16(data):
+    data[0].numpy()
+    averages(data)
+
+
+def test_detail_shows_every_charged_mistake():
+    report = check_allreduce(mean_without_bfloat16)
+    assert report.costs == {"wrong sum": 50, "dtypes": 10}
+    first, own = report["dtypes"].detail.split("; also: ")
+    assert first.startswith("this is the mean")
+    assert own.startswith("raises TypeError: Got unsupported ScalarType BFloat16")
+
+
 def test_race_gets_verdict_unstable():
     report = check_allreduce(race)
     assert {p.verdict for p in report.failed} == {"unstable"}

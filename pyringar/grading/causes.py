@@ -86,15 +86,21 @@ class CauseFinder:
     def __init__(self) -> None:
         self._tried: dict[CallCase, list[_Attempt]] = {}
 
-    def find(self, check: Check, failure: Failure, subject: Subject) -> tuple[str, ...]:
-        """Return keys of `COSTS`, or names of properties."""
+    def find(
+        self, check: Check, failure: Failure, subject: Subject
+    ) -> tuple[tuple[str, ...], Failure]:
+        """Return the causes: keys of `COSTS`, or names of properties.
+
+        Also return the failure whose cause is the property itself, or the given failure.
+        """
         basic = self._cause_in_basic_call(subject)
         if basic in ("rank without sum", "unstable"):
-            return (basic,)
+            return (basic,), failure
         accepted = self._accepted(subject, basic)
         causes = [basic] if basic else []
         repaired = _Repaired(subject, accepted if basic else "")
         found: Failure | None = failure
+        own = failure
         while len(repaired.differences) < len(_DIFFERENCES):
             if causes:
                 found = _failure(check, repaired)
@@ -102,11 +108,12 @@ class CauseFinder:
                 break
             cause = self._cause(check, found, subject, accepted)
             causes.append("other memory" if cause == "in place" else cause)
+            own = found if cause == check.name else own
             # Stop after a mistake that is not a difference between calls.
             if cause not in _DIFFERENCES or not _DIFFERENCES[cause](found.tried):
                 break
             repaired.differences.add(cause)
-        return tuple(dict.fromkeys(causes))
+        return tuple(dict.fromkeys(causes)), own
 
     def _accepted(self, subject: Subject, basic: str) -> str:
         """Return the property of `_Attempt` that calls without further mistakes have."""

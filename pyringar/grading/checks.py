@@ -346,8 +346,8 @@ class Check(NamedTuple):
 
 # In this order the first failure, such as a wrong sum, explains most of the later failures.
 CHECKS = (
-    Check("sum", "rank 0 ends with the sum: exact integers, random floats", _sum),
-    Check("every rank", "all other ranks end with the sum", _every_rank),
+    Check("sum", "data[0] is the sum: exact integers, random floats", _sum),
+    Check("every rank", "data[1], data[2], ... are the sum, too", _every_rank),
     Check("in place", "the sum is in the memory that the caller passed", _in_place),
     Check("list", "the list keeps its length and its tensors, in order", _list_untouched),
     Check("ranks", "{ranks} ranks", _rank_counts),
@@ -367,7 +367,7 @@ CHECKS = (
         lambda subject: _check_ranks(subject, _mixed_cases(subject)),
     ),
     Check("outside", "memory between and around strided views is unchanged", _outside),
-    Check("same bits", "all ranks hold identical bits", _equal_bits),
+    Check("same bits", "all items of data have identical bits", _equal_bits),
     Check("repeatable", "five runs give identical bits", _repeatable),
     Check("order", "", _order, "reported"),
     Check("returns", "", _returns, "reported"),

@@ -225,8 +225,9 @@ def _failed(
     causes: tuple[str, ...] = ("rank without sum" if check is CHECKS[0] else check.name,)
 
     def find(subject: Subject) -> None:
-        nonlocal causes
-        causes = finder.find(check, failure, subject)
+        nonlocal causes, detail
+        causes, own = finder.find(check, failure, subject)
+        detail += f"; also: {own}" if own is not failure else ""
 
     with contextlib.suppress(TimeoutError):
         within_limit(find)
