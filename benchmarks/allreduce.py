@@ -123,6 +123,7 @@ BENCHMARK = Benchmark(
     "default. `allreduce` is the function `pr.allreduce`; `bound` is a prepared call "
     "(`comm.bind`), which checks its arguments once. The limit reads and writes every buffer once.",
     efforts={"full": Effort(1000, 6.0), "quick": Effort(200, 0.5), "trial": Effort(5, 0.0)},
+    setup_s=4.0,
     cases=cases_of,
     measure=each_case(run_case),
     ours="auto",

@@ -89,6 +89,7 @@ class Benchmark:
         ours: The candidate of pyringar that is compared with the peers.
         peers: The candidates of other implementations.
         limit: The candidate whose time is the limit; None if the limit is no candidate.
+        setup_s: Usual seconds per case beyond its budget, on two idle cores, for the time left.
         threads: Number of torch threads; None keeps torch's number.
         device: ``cpu`` or ``cuda``. A trial always runs on the CPU.
     """
@@ -102,6 +103,7 @@ class Benchmark:
     ours: str
     peers: tuple[str, ...] = ()
     limit: str | None = None
+    setup_s: float = 1.0
     threads: int | None = 1
     device: str = "cpu"
 

@@ -211,6 +211,7 @@ BENCHMARK = Benchmark(
     "of the named size. `exposed` is the time from the end of backward until all sums are complete,"
     " `reductions` the time of all reductions. `small` is 1,000 parameters of 64 elements.",
     efforts={"full": Effort(61, 12.0), "quick": Effort(5, 0.5), "trial": Effort(5, 0.0)},
+    setup_s=15.0,
     cases=cases_of,
     measure=measure,
     ours="bucketed, 10 MB",

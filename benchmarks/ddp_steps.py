@@ -32,6 +32,7 @@ BENCHMARK = Benchmark(
     "slowest of 2 CPU ranks. `gloo` and `ringar` are the backends. The limit, `bare`, is the same "
     "step without DDP.",
     efforts={"full": Effort(31, 60.0), "quick": Effort(7, 10.0), "trial": Effort(2, 60.0)},
+    setup_s=20.0,
     cases=cases_of,
     measure=measure,
     ours="ringar",

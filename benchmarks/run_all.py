@@ -39,7 +39,6 @@ from benchmarks.machine import OtherPrograms, describe_machine, disturbance, mac
 from benchmarks.rows import Results, num_ranks
 from benchmarks.sections import SECTIONS
 
-CHECK_S = 1.0  # seconds that checks and warm-up add to the time budget of a case
 BAR_WIDTH = 10
 WIDTH = 99  # columns of the line on a terminal
 TERMINAL_PERIOD_S, LOG_PERIOD_S, REPEAT_S = 1.0, 8.0, 30.0
@@ -59,8 +58,8 @@ class SectionProgress:
     def __init__(self, planned_s: dict[str, float], cases: dict[str, list[BenchmarkCase]]) -> None:
         self._planned_s, self._cases = planned_s, {k: v for k, v in cases.items() if v}
         self._total_s = self._plan_s(list(self._cases))
-        self._begin_s = time.monotonic()
-        self._done_s = 0.0  # planned seconds of finished cases
+        self._begin_s = self._advance_s = time.monotonic()
+        self._done_s, self._case_s = 0.0, 0.0  # planned seconds: finished cases; this case
         self._activity = "compiling the engine unless it is cached"
         self._is_terminal = sys.stderr.isatty()
         self._stop, self._lock = threading.Event(), threading.Lock()
@@ -85,9 +84,10 @@ class SectionProgress:
         self._begin_case(section, self._cases[section].index(case) + 1)
 
     def _begin_case(self, section: str, number: int) -> None:
-        names = list(self._cases)
+        names, case_s = list(self._cases), self._planned_s[section]
         index, cases = names.index(section), self._cases[section][number:]
-        self._done_s = self._plan_s(names[:index]) + number * self._planned_s[section]
+        self._done_s = self._plan_s(names[:index]) + number * case_s
+        self._case_s, self._advance_s = case_s if cases else 0.0, time.monotonic()
         about = f": {cases[0].name}, {num_ranks(cases[0].world_size)}" if cases else ""
         self._activity = f"section {index + 1} of {len(names)} ({section}){about}"
 
@@ -95,13 +95,16 @@ class SectionProgress:
         return sum(self._planned_s[name] * len(self._cases[name]) for name in names)
 
     def line(self, now_s: float) -> str:
-        """Return the progress bar, elapsed time and the case; ``now_s``: time.monotonic().
-
-        It estimates no time left: planned seconds take up to ten times as long in some sections.
-        """
+        """Return the progress bar, the time left and the case; ``now_s``: time.monotonic()."""
         share = self._done_s / self._total_s if self._total_s else 1.0
-        bar, minutes = "#" * round(share * BAR_WIDTH), (now_s - self._begin_s) / 60
-        return f"[{bar:<{BAR_WIDTH}}] {share:4.0%}, {minutes:.0f} min so far, {self._activity}"
+        # Plans are for an idle machine. A slower one stays slower.
+        spent_s = self._advance_s - self._begin_s
+        cost = max(spent_s / self._done_s, 1.0) if self._done_s else 1.0
+        case_left_s = max(self._case_s * cost - (now_s - self._advance_s), 0.0)
+        left_s = (self._total_s - self._done_s - self._case_s) * cost + case_left_s
+        left = f"about {left_s / 60:.0f} min left" if left_s >= 90 else "less than 2 min left"
+        bar = "#" * round(share * BAR_WIDTH)
+        return f"[{bar:<{BAR_WIDTH}}] {share:4.0%}, {left}, {self._activity}"
 
     def clear(self) -> None:
         """Clear the terminal's line before other output."""
@@ -139,7 +142,7 @@ def measure(
         benchmark.section: [] if benchmark.why_not(args.effort) else chosen_cases(benchmark, args)
         for benchmark in sections
     }
-    planned_s = {b.section: b.efforts[args.effort].budget_s + CHECK_S for b in sections}
+    planned_s = {b.section: b.efforts[args.effort].budget_s + b.setup_s for b in sections}
     if args.effort != "trial":
         others = OtherPrograms()
         time.sleep(0.5)

@@ -187,6 +187,7 @@ BENCHMARK = Benchmark(
     "is the trainer with `--shards 8`, one thread per shard. The limit, `undivided`, is one "
     "replica that trains on the whole batch without communication.",
     efforts={"full": Effort(25, 20.0), "quick": Effort(5, 1.0), "trial": Effort(5, 0.0)},
+    setup_s=5.0,
     cases=cases_of,
     measure=each_case(run_case),
     ours="ringar",

@@ -159,14 +159,18 @@ def test_failed_case_skips_no_other_case(trial, monkeypatch):
     assert "FAILED: 4 KiB fp32, 2 ranks: ZeroDivisionError: division by zero" in run.printed
 
 
-def test_progress_shows_time_and_case():
+@pytest.mark.parametrize(
+    ("advance_s", "now_s", "left_min"), [(240.0, 300.0, 3), (240.0, 840.0, 2), (60.0, 60.0, 2)]
+)
+def test_progress_shows_time_and_case(advance_s, now_s, left_min):
+    """Half of the plan of 4 minutes is done after ``advance_s``; case z takes as long as others."""
     w, x, z = (BenchmarkCase(name, 4, ()) for name in "wxz")
     progress = run_all.SectionProgress({"a": 60.0, "b": 60.0}, {"a": [w], "b": [x, z, w]})
     progress.begin("b")
     progress.advance("b", x)
-    progress._begin_s = 0.0
-    expected = "[#####     ]  50%, 4 min so far, section 2 of 2 (b): z, 4 ranks"
-    assert progress.line(240.0) == expected
+    progress._begin_s, progress._advance_s = 0.0, advance_s
+    expected = f"about {left_min} min left, section 2 of 2 (b): z, 4 ranks"
+    assert progress.line(now_s) == f"[#####     ]  50%, {expected}"
 
 
 def test_log_omits_repeated_lines(monkeypatch, capsys):
