@@ -540,6 +540,7 @@ def test_progress_names_solution_and_time_left(folder, verdicts, monkeypatch):
     assert main(["check", "class"]) == 1
     assert texts[0] == "0 of 4 done; grading class/anna.py"
     assert texts[1] == "1 of 4 done, about 0 s left; grading class/book.py"
+    assert check._progress(1, 4, time.monotonic() - 100) == "1 of 4 done, about 5 min left"
 
 
 def test_solution_killing_parent_fails_alone(folder, capsys):
