@@ -39,8 +39,10 @@ def did_you_mean(given: Any, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'mean'?"`` for a misspelled name; ``""`` if none is similar."""
     if not isinstance(given, str):
         return ""
+    names = list(known)
     word, colon, index = given.strip().lower().partition(":")  # "gpu:0"
-    near = difflib.get_close_matches(_SYNONYMS.get(word, word) + colon + index, list(known), n=1)
+    near = [name for name in names if name.startswith(f"{word}-")]  # --batch: --batch-size
+    near += difflib.get_close_matches(_SYNONYMS.get(word, word) + colon + index, names, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

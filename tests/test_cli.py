@@ -102,6 +102,7 @@ def test_tables_fit_a_terminal(argv, capsys, monkeypatch):
         ("trian", "pyringar: COMMAND is 'trian', expected one of train, "),
         ("help trian", "pyringar: COMMAND is 'trian', expected one of train, "),
         ("--frobnicate", "pyringar: there is no option --frobnicate (pyringar --help)"),
+        ("train lenet --batch 64", "there is no option --batch; did you mean '--batch-size'?"),
         ("info --jsn", "pyringar info: there is no option --jsn; did you mean '--json'?"),
         ("info now", "pyringar info: 'now' is one argument too many"),
         ("train lenet --rank 3", "pyringar train: there is no option --rank; did you mean '--rank"),

@@ -23,6 +23,7 @@ from test_grader import (
 
 from pyringar.cli import main
 from pyringar.grading.causes import COSTS, OTHER_COST
+from pyringar.grading.causes import costs as costs_of
 from pyringar.grading.checks import CHECKS
 from pyringar.grading.graded_calls import GradedCall, even_case
 from pyringar.grading.grader import check_allreduce
@@ -300,7 +301,7 @@ def clamped_inputs(data):
         (ring_without_all_gather, {"wrong sum": 50}),
         (ring_short_of_a_step, {"wrong sum": 50}),
         (ring_in_views, {"wrong sum": 50, "strides": 10}),
-        (adds_all_but_last, {"wrong sum": 50}),
+        (adds_all_but_last, {"some ranks without sum": 50}),
         (absolute_sum, {"wrong sum": 50}),
         (clamped_sum, {"wrong sum": 50}),
         (clamped_inputs, {"wrong sum": 50}),
@@ -351,6 +352,21 @@ def test_detail_shows_every_charged_mistake():
     first, own = report["dtypes"].detail.split("; also: ")
     assert first.startswith("this is the mean")
     assert own.startswith("raises TypeError: Got unsupported ScalarType BFloat16")
+
+
+def hangs_for_odd_ranks(data):
+    threading.Event().wait(60 if len(data) % 2 and len(data) > 1 else 0)
+    stacked(data)
+
+
+def test_hang_costs_as_much_as_exception():
+    report = check_allreduce(hangs_for_odd_ranks, timeout_s=1)
+    assert report.costs == {"ranks": 50}, str(report)
+    assert report.first_look_at.name == "ranks"
+
+
+def test_race_hides_other_mistakes():
+    assert costs_of(["ranks", "sizes", "unstable"]) == {"unstable": 50}
 
 
 def test_race_gets_verdict_unstable():
@@ -471,6 +487,8 @@ def test_helper_modules_have_no_row(tmp_path, monkeypatch, capsys):
         "class/eva/utils.py": "from more import fill\ntotal = sum\n",
         "class/eva/more.py": "import torch.distributed\nfrom pyringar.comm import topology\n"
         "def fill(data, total):\n    for tensor in data: tensor.copy_(total)\n",
+        "class/ann/mine.py": GOOD,  # defines the function, so it is no helper
+        "class/ann/other.py": "from mine import allreduce\n",
         "class/max/solution.PY": GOOD,
         "class/max/utils.py": "def all_reduce(data): ...\n",
         "class/two/a.py": "import b\n",
@@ -482,9 +500,9 @@ def test_helper_modules_have_no_row(tmp_path, monkeypatch, capsys):
     assert main(["check", "class", "--csv", "marks.csv", "--devices", "cpu,cpu"]) == 1
     graded = {row["file"]: row for row in rows("marks.csv")}
     marks = {name: int(row["marks"]) for name, row in graded.items()}
+    right = ("ann/mine.py", "ann/other.py", "eva/solution.py", "max/solution.PY")
     assert marks == {
-        "class/eva/solution.py": 100,
-        "class/max/solution.PY": 100,
+        **dict.fromkeys((f"class/{name}" for name in right), 100),
         **dict.fromkeys(("class/max/utils.py", "class/two/a.py", "class/two/b.py"), 0),
         **dict.fromkeys(("class/zoe/cut.py", "class/zoe/main.py"), 0),
     }

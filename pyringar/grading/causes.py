@@ -26,6 +26,7 @@ from pyringar.grading.graded_calls import (
 
 COSTS = {
     "rank without sum": 100,  # after the basic call, a rank's tensor is not even near the sum
+    "some ranks without sum": 50,  # but after a call with eight ranks, most ranks have it
     "wrong sum": 50,  # after the basic call, every rank has the mean, for example
     "unstable": 50,  # the sums are wrong in only some runs
     "digits": 40,  # sums of integers are right, other sums too inaccurate
@@ -39,7 +40,7 @@ OTHER_COST = 10
 LEAST_POINTS = 10  # least mark of a function without the mistake "rank without sum"
 TOO_SLOW = "too slow"
 ONE_RANK = "one rank"
-_INCLUDED = (("ranks", ONE_RANK), ("unstable", "repeatable"))  # the first includes the second
+_HIDING = ("rank without sum", "unstable")  # other mistakes are not charged beside these
 _DIFFERENCES: dict[str, Callable[[CallCase], bool]] = {
     ONE_RANK: lambda case: case.k == 1,
     "ranks": lambda case: case.k != 2,
@@ -153,7 +154,7 @@ class CauseFinder:
         """Try eight ranks: a loop that ends one rank too early leaves most of them right."""
         eight = self._attempts(subject, even_case(8))[0]
         is_mostly_right = eight.results and 2 * eight.num_like_sum >= len(eight.failures)
-        return "wrong sum" if is_mostly_right else "rank without sum"
+        return "some ranks without sum" if is_mostly_right else "rank without sum"
 
     def _attempts(self, subject: Subject, case: CallCase) -> list[_Attempt]:
         if case not in self._tried:
@@ -252,11 +253,11 @@ def _simpler_cases(case: CallCase) -> Iterator[tuple[str, CallCase]]:
 def costs(causes: Iterable[str]) -> dict[str, int]:
     """Return the points that each mistake costs."""
     found = {cause: COSTS.get(cause, OTHER_COST) for cause in causes}
-    if "rank without sum" in found:
-        return {"rank without sum": COSTS["rank without sum"]}
-    for cause, included in _INCLUDED:
+    for cause in _HIDING:
         if cause in found:
-            found.pop(included, None)
+            return {cause: found[cause]}
+    if "ranks" in found:
+        found.pop(ONE_RANK, None)
     return found
 
 

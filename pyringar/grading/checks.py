@@ -8,6 +8,7 @@ remainder fails only ``sizes``.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -45,12 +46,16 @@ class Subject:
     fn: Callable[[list[Tensor]], Any]
     devices: tuple[torch.device, ...]
     last_case: CallCase | None = None
+    last_call_s: float = 0.0  # begin of the last call, by time.monotonic()
 
     def run(self, case: CallCase, inputs: Sequence[Tensor] | None = None) -> GradedCall:
-        self.last_case = case
+        self.note(case)
         call = GradedCall(case, self.devices, inputs)
         call.returned = self.call(case, call.data)
         return call
+
+    def note(self, case: CallCase) -> None:
+        self.last_case, self.last_call_s = case, time.monotonic()
 
     def call(self, case: CallCase, data: list[Any]) -> str | None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,11 +19,12 @@ from pyringar.comm.topology import check_devices
 from pyringar.errors import ArgumentError
 from pyringar.grading.causes import ONE_RANK, TOO_SLOW, CauseFinder, costs, points
 from pyringar.grading.checks import CHECKS, Check, Subject
-from pyringar.grading.graded_calls import CallCase, Failure
+from pyringar.grading.graded_calls import Failure
 from pyringar.grading.solution import function_name
 
 Work = Callable[[Subject], str | None]
 _DEFAULT_RANKS = 8
+_SMALL_NUMEL = 10_000
 _MAX_HANGS = 3  # after this many time-outs the other properties are not run
 
 
@@ -192,13 +194,12 @@ def judge_all(
     """
     verdicts: list[Property] = []
     finder = CauseFinder()
-    hangs = 0
+    late: list[Property] = []
     for check in CHECKS:
-        if hangs == _MAX_HANGS:
-            detail = f"not run: {hangs} other properties timed out"
-            verdicts.append(
-                Property(check.name, check.verdict_on_failure, detail, causes=(TOO_SLOW,))
-            )
+        if len(late) == _MAX_HANGS:
+            detail = f"not run: {len(late)} other properties timed out"
+            causes = late[-1].causes
+            verdicts.append(Property(check.name, check.verdict_on_failure, detail, causes=causes))
             continue
         tested = subject()
         try:
@@ -208,8 +209,8 @@ def judge_all(
                 _failed(check, failure, finder, lambda work: within_limit(work, subject()))
             )
         except TimeoutError:
-            hangs += 1
-            verdicts.append(_timed_out(check, tested.last_case, timeout_s))
+            late.append(_timed_out(check, tested, timeout_s))
+            verdicts.append(late[-1])
         else:
             verdict = "pass" if found is None else check.verdict_on_failure
             verdicts.append(Property(check.name, verdict, found or check.covered(tested)))
@@ -227,7 +228,7 @@ def _failed(
     def find(subject: Subject) -> None:
         nonlocal causes, detail
         causes, own = finder.find(check, failure, subject)
-        detail += f"; also: {own}" if own is not failure else ""
+        detail += f"; also: {own}" if str(own) != detail else ""
 
     with contextlib.suppress(TimeoutError):
         within_limit(find)
@@ -240,14 +241,17 @@ def _failed(
     return Property(check.name, verdict, detail, failure.case, causes)
 
 
-def _timed_out(check: Check, case: CallCase | None, timeout_s: float) -> Property:
+def _timed_out(check: Check, subject: Subject, timeout_s: float) -> Property:
     verdict = "timeout" if check.verdict_on_failure == "fail" else check.verdict_on_failure
-    causes = ("rank without sum" if check is CHECKS[0] else TOO_SLOW,)
+    cause, case = "rank without sum" if check is CHECKS[0] else TOO_SLOW, subject.last_case
     detail = f"no answer within {timeout_s:g} s"
     if case is None:
-        return Property(check.name, verdict, detail, causes=causes)
+        return Property(check.name, verdict, detail, causes=(cause,))
+    took_s = time.monotonic() - subject.last_call_s
+    if case.k > 2 and case.numel <= _SMALL_NUMEL and took_s > timeout_s / 2:
+        cause = "ranks"  # a single small call did not end
     late = Failure(case, detail)
-    return Property(check.name, verdict, str(late), late.case, causes)
+    return Property(check.name, verdict, str(late), late.case, (cause,))
 
 
 def _within(timeout_s: float, work: Callable[[], str | None]) -> str | None:

@@ -106,7 +106,7 @@ class Remote(Subject):
 
     def run(self, case: CallCase, inputs: Sequence[Tensor] | None = None) -> GradedCall:
         """Call the function in its worker; Failure if it raised or exited, TimeoutError if late."""
-        self.last_case = case
+        self.note(case)
         call = GradedCall(case, self.devices, inputs)
         try:
             answer = self._ask(call)
