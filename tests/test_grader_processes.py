@@ -221,7 +221,7 @@ def test_deadline_applies_per_property(import_has_time, monkeypatch):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("while True: pass", "ImportTimeoutError: no end within 0.24 s at /nowhere/solution.py:7"),
+        ("while True: pass", "ImportTimeoutError: no end within 1.6 s at /nowhere/solution.py:7"),
         ("import os; os._exit(3)", "in the import the process ended with status 3"),
         ("raise SystemExit('no')", "failed with SystemExit: no at /nowhere/solution.py:7"),
         ("import os; os.fork()", "has no 'allreduce'; it has: good"),
@@ -230,7 +230,7 @@ def test_deadline_applies_per_property(import_has_time, monkeypatch):
     ],
 )
 def test_import_error_is_explained(code, words):
-    timeout_s = SHORT_S if "while" in code else TIMEOUT_S
+    timeout_s = 2.0 if "while" in code else TIMEOUT_S  # the import may take 1.6 s
     with pytest.raises(CannotLoadError) as caught:
         graded(code, timeout_s)
     assert words in str(caught.value)
