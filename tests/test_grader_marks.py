@@ -367,6 +367,25 @@ def test_hang_costs_as_much_as_exception():
     assert report.first_look_at.name == "ranks"
 
 
+def replaces_memory(data):
+    total = torch.stack(data).sum(0)
+    for tensor in data:
+        tensor.data = total.to(tensor.dtype, copy=True)
+
+
+def rarely_right(data):
+    if next(calls) % 5 == 0:
+        stacked(data)
+
+
+@pytest.mark.parametrize(
+    ("fn", "costs"), [(replaces_memory, {"other memory": 40}), (rarely_right, {"unstable": 50})]
+)
+def test_cause_is_found_in_basic_call(fn, costs):
+    report = graded(fn)
+    assert report.costs == costs, str(report)
+
+
 def test_race_hides_other_mistakes():
     assert costs_of(["ranks", "sizes", "unstable"]) == {"unstable": 50}
 
