@@ -97,7 +97,7 @@ class LogHandler(logging.Handler):
             with STATUS.lock:
                 STATUS.clear()
                 print(text, file=sys.stderr, flush=True)
-        except Exception:
+        except (OSError, TypeError, ValueError):  # stderr is closed, or the arguments do not fit
             self.handleError(record)
 
 

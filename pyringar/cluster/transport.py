@@ -316,8 +316,8 @@ class ThreadGroup(Collectives, PythonGroup):
 
     def meet(self, operation: str) -> None:
         """Wait for the other ranks; ``operation`` names the function that makes the group."""
+        self._of.num_calls -= 1  # begin() adds 1, but tables count only the calls of groups
         self._comm.begin(operation, [], None)
-        self._of.num_calls -= 1  # tables count the calls of groups only
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         call = self._comm.begin("monitored_barrier", [], None, async_op=True)
