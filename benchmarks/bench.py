@@ -89,7 +89,7 @@ class Benchmark:
         ours: The candidate of pyringar that is compared with the peers.
         peers: The candidates of other implementations.
         limit: The candidate whose time is the limit; None if the limit is no candidate.
-        setup_s: Assumed seconds per case beyond its budget; only the estimate of time left reads it.
+        setup_s: Assumed seconds per case beyond its budget, to estimate the time left.
         threads: Number of torch threads; None keeps torch's number.
         device: ``cpu`` or ``cuda``. A trial always runs on the CPU.
     """
