@@ -25,11 +25,10 @@ import pyringar as pr
 
 TIMEOUT_S = 1.0
 # A rank is stopped for STOPPED_S, then runs for RUNNING_S of processor time, and is stopped again.
-# RUNNING_S is short, so that a call lasts for many stops.
-# Before the first stop it runs for JOINING_S: joining the call takes 1 ms, and the call 200 ms.
+# In RUNNING_S a rank joins the call (1 ms) or packs 4 MiB, so that others see its progress.
+# It is short enough for several stops per call: packing 512 KiB takes 0.3 to 9 ms.
 STOPPED_S = 0.4
-RUNNING_S = 0.002
-JOINING_S = 0.02
+RUNNING_S = 0.02
 LARGE = 1 << 25  # elements: 128 MiB
 SMALL = 1000
 # On a busy machine, a timeout error may come this many seconds late.
@@ -76,21 +75,22 @@ def processor_s(rank: RankProcess) -> float:
 @contextlib.contextmanager
 def stopped_repeatedly(rank: RankProcess) -> Iterator[None]:
     is_over = threading.Event()
-    before_call_s = processor_s(rank)
+    ran_s = processor_s(rank)
 
-    def let_run(until_s: float, at_most_s: float) -> None:
+    def let_run(at_most_s: float) -> None:
         began = time.monotonic()
-        while processor_s(rank) < until_s and time.monotonic() < began + at_most_s:
-            time.sleep(RUNNING_S / 4)
+        while processor_s(rank) < ran_s + RUNNING_S and time.monotonic() < began + at_most_s:
+            time.sleep(0.0005)
 
     def stop_and_continue() -> None:
-        let_run(before_call_s + JOINING_S, at_most_s=TIMEOUT_S)
+        nonlocal ran_s
+        let_run(at_most_s=TIMEOUT_S)
         while not is_over.is_set():
             rank.send(signal.SIGSTOP)
             is_over.wait(STOPPED_S)
             ran_s = processor_s(rank)
             rank.send(signal.SIGCONT)
-            let_run(ran_s + RUNNING_S, at_most_s=0.05)
+            let_run(at_most_s=0.1)
 
     thread = threading.Thread(target=stop_and_continue)
     thread.start()
