@@ -162,6 +162,22 @@ def test_mismatch_error_names_differing_ranks():
         pr.launch(unequal_steps, K)
 
 
+@pytest.mark.parametrize("processes", [False, True])
+def test_errors_show_global_rank_of_root(processes):
+    def program() -> None:
+        rank, group = begin(), dist.new_group([1, 3])
+        if rank == 1:
+            dist.broadcast(torch.ones(2), 3, group=group)
+        elif rank == 3:
+            dist.all_reduce(torch.ones(2), group=group)
+
+    with pytest.raises(pr.ArgumentError) as caught:
+        pr.launch(program, 4, processes=processes)
+    roots = re.findall(r"broadcast \(root (\d)\)|broadcast from rank (\d)", str(caught.value))
+    assert len(roots) == 2, caught.value
+    assert {root or from_rank for root, from_rank in roots} == {"3"}, caught.value
+
+
 def test_recv_of_wrong_size_raises():
     def program() -> None:
         dist.send(torch.ones(4), 1) if begin() == 0 else dist.recv(torch.ones(5), 0)

@@ -64,7 +64,7 @@ def test_stderr_line_names_dead_rank(kind, size, dead, tmp_path):
     assert re.match(rf"pyringar: {dead} \(process \d+ on .+\) has died", line), line
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["backend", "communicator"])
 def test_twenty_runs_name_dead_rank(kind, tmp_path):

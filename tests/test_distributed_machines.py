@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import distributed_cases
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from process_checks import error_of
 from rank_processes import Died, run_cases, run_group
 from test_distributed import check, verdicts
+
+from pyringar.errors import RingarError
 
 # Uneven, interleaved machines: ranks are added in another order than on one machine.
 UNEVEN = "aba"
@@ -112,3 +115,48 @@ def test_lost_machine_is_named(how):
         for name in ("gloo", "message"):
             assert found[name][0] in ("PeerLostError", "CollectiveTimeout", "RingarError"), found
             assert found[name][3] < 10, (name, found[name])
+
+
+def subgroup_failures(rank: int, size: int, members: list[int]) -> list[str]:
+    """Return the error of calls that differ, then of a call that the last member does not make."""
+    texts = []
+    last = members[-1]
+    for case in ("different", "late"):
+        group = dist.new_group(members)
+        if case == "late" and rank in members:
+            group.set_timeout(timedelta(seconds=1))
+        try:
+            if case == "different" and rank == last:
+                dist.broadcast(torch.ones(2), last, group=group)
+            elif rank in members and rank != last:
+                dist.all_reduce(torch.ones(2), group=group)
+        except RingarError as error:
+            texts.append(str(error))
+    dist.barrier()
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("machines", "members"),
+    [
+        ("aaaa", [1, 3]),
+        ("aabb", [1, 2, 3]),
+        pytest.param("abab", [3, 2, 1], marks=pytest.mark.slow),
+    ],
+)
+def test_subgroup_errors_use_global_ranks(machines, members):
+    results = run_group(subgroup_failures, 4, members, machines=machines)
+    last = members[-1]
+    for rank in members:
+        different, *late = results[rank]
+        calls = re.findall(r"rank (\d) \(process \d+ on \S+\) (?:call \d+, )?([\w ]+)", different)
+        broadcasts = [(int(r), call) for r, call in calls if call.startswith("broadcast")]
+        assert [(r, call[:24]) for r, call in broadcasts] == [
+            (last, f"broadcast from rank {last} of")
+        ], different
+        assert [int(r) in members[:-1] for r, call in calls if "all_reduce" in call] == [True]
+        assert len(late) == (rank != last)
+        for text in late:
+            late_rank = rf"rank {last} \(process"
+            late_machine = rf"ranks \[\d\] of the other machines .* has ranks \[.*{last}.*\]"
+            assert re.search(f"waited for ({late_rank}|{late_machine})", text), text

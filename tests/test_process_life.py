@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 
 import pytest
@@ -33,6 +34,19 @@ def test_wrong_rank_or_world_size_raises(arguments, words):
     with pytest.raises(pr.ArgumentError, match=words):
         pr.ProcessCommunicator(torch.distributed.HashStore(), *arguments)
     assert time.monotonic() - start < 5, "it waited for others first"
+
+
+@pytest.mark.parametrize("ranks", [[1], [1, 1], [0, -1], [0, "1"], [0, 1, 1]])
+def test_wrong_global_ranks_raise(ranks):
+    with pytest.raises(pr.ArgumentError, match=re.escape(f"global_ranks is {ranks}, expected 2")):
+        pr.ProcessCommunicator(torch.distributed.HashStore(), 0, 2, global_ranks=ranks)
+
+
+def test_join_timeout_names_global_ranks():
+    with pytest.raises(pr.CollectiveTimeout, match=r"rank 3 waited 0.2 s for ranks \[5\] to join"):
+        pr.ProcessCommunicator(
+            torch.distributed.HashStore(), 0, 2, timeout=0.2, global_ranks=[3, 5]
+        )
 
 
 def test_missing_store_raises(monkeypatch):

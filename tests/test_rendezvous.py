@@ -341,7 +341,7 @@ def test_malformed_store_value_raises(store_port, key):
 
 @pytest.mark.parametrize("words", ["cannot open", "another group's"])
 def test_wrong_shared_memory_segment_raises(store_port, words):
-    name, memory = new_name(), load.engine().create_segment(2, b"t" * 32)
+    name, memory = new_name(), load.engine().create_segment([0, 1], b"t" * 32)
     fd = 1_000_000 if words == "cannot open" else memory.fd
     with written(store_port, name, "segment", b'{"fd": %d}' % fd) as store:
         with pytest.raises(pr.RingarError, match=words):

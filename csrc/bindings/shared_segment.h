@@ -7,10 +7,12 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstring>
 #include <string_view>
+#include <vector>
 
 #include "os/shared_memory.h"
 #include "process/segment.h"
@@ -31,9 +33,10 @@ inline void def_shared_segment(py::module_& m) {
   py::class_<SharedMemory>(m, "SharedMemory", py::module_local())
       .def_property_readonly("fd", &SharedMemory::fd);
   // create_segment() returns new shared memory with an initialized segment.
-  m.def("create_segment", [](int world_size, const py::bytes& token) {
+  m.def("create_segment", [](const std::vector<int>& global_ranks, const py::bytes& token) {
+    const int world_size = static_cast<int>(global_ranks.size());
     SharedMemory memory = SharedMemory::create(Segment::bytes_for(world_size), kOwner);
-    Segment::lay_out(memory.data(), world_size, parse_token(token));
+    Segment::lay_out(memory.data(), world_size, parse_token(token), global_ranks);
     return memory;
   });
   m.def("open_segment", [](std::int32_t pid, int fd, int world_size) {

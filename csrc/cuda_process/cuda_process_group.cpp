@@ -225,11 +225,10 @@ void CudaProcessGroup::raise_first(const ConnectStatus& own,
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     const ConnectStatus& other = all[rank];
     if (other.error[0] == '\0') continue;
-    const RankLine& line = host_->segment().line(static_cast<int>(rank));
     const bool is_known = other.kind == ErrorKind::kCuda || other.kind == ErrorKind::kUnsupported;
     const std::string text(other.error.data(), strnlen(other.error.data(), other.error.size()));
-    fail(is_known ? other.kind : ErrorKind::kState, "rank ", rank, " (process ", line.process.pid,
-         ") cannot join: ", text);
+    fail(is_known ? other.kind : ErrorKind::kState, host_->watch().name_of(static_cast<int>(rank)),
+         " cannot join: ", text);
   }
 }
 

@@ -164,8 +164,8 @@ ProcessStaging::Peer ProcessStaging::open(int rank, const StagingHandles& theirs
             ? "; that GPU is not visible in this process: let CUDA_VISIBLE_DEVICES name all ranks' "
               "GPUs in every process, and pass device= to each"
             : "";
-    fail(error.kind(), "memory of rank ", rank, " on GPU ", theirs.gpu.data(),
-         " cannot be mapped: ", error.what(), hint);
+    fail(error.kind(), "memory of rank ", segment_.line(rank).global_rank, " on GPU ",
+         theirs.gpu.data(), " cannot be mapped: ", error.what(), hint);
   }
 }
 
@@ -193,7 +193,8 @@ std::string ProcessStaging::check_probes() {
     // The peer wrote its word before the barrier. If this host cannot see it, streams would hang.
     const Word& word = line(peer.rank).probe.value;
     if (word.load(std::memory_order_acquire) != kProbed) {
-      return join("the host does not see a write of the GPU of rank ", peer.rank);
+      return join("the host does not see a write of the GPU of rank ",
+                  segment_.line(peer.rank).global_rank);
     }
     words_.await_word(word, kProbed, stream);
     // Copy the peer's probe with a kernel, as calls do, and compare it on the host.
@@ -210,8 +211,8 @@ std::string ProcessStaging::check_probes() {
     const auto differs = std::mismatch(found.begin(), found.end(), wanted.begin());
     if (differs.first != found.end()) {
       return join("cuda:", own_.device, " reads ", *differs.first, " from word ",
-                  differs.first - found.begin(), " of the memory of rank ", peer.rank,
-                  ", expected ", *differs.second);
+                  differs.first - found.begin(), " of the memory of rank ",
+                  segment_.line(peer.rank).global_rank, ", expected ", *differs.second);
     }
   }
   return {};

@@ -16,7 +16,6 @@ namespace {
 
 // Groups that end_process() searches for dead ranks. Eight: later groups have the same ranks.
 std::array<std::atomic<const DeathNotice*>, 8> notices{};
-constexpr int kNamed = -1;  // replaces the global_rank of a rank once a line on stderr has named it
 
 void end_process(int number) {
   bool is_written = false;
@@ -42,9 +41,6 @@ void install_handler() {
 DeathNotice::DeathNotice(const Segment& segment, int rank)
     : segment_(segment), rank_(rank), pid_(static_cast<int>(getpid())) {
   if (std::getenv("TORCHELASTIC_ERROR_FILE") == nullptr) return;
-  const char* number = std::getenv("RANK");
-  segment_.line(rank).global_rank =
-      number == nullptr ? rank : static_cast<int>(std::strtol(number, nullptr, 10));
   install_handler();
   for (auto& notice : notices) {
     const DeathNotice* none = nullptr;
@@ -80,10 +76,9 @@ bool DeathNotice::write_line() const {
     // torchrun has reaped the dead process, so kill() gives ESRCH.
     if (line.state.load() != RankState::kJoined || kill(line.process.pid, 0) == 0) continue;
     if (errno != ESRCH) continue;
-    const int number = line.global_rank.exchange(kNamed);
-    if (number == kNamed) return true;
+    if (line.is_named.exchange(true)) return true;
     add("pyringar: rank ");
-    add_number(number);
+    add_number(line.global_rank);
     add(" (process ");
     add_number(line.process.pid);
     add(" on ");

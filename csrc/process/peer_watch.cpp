@@ -206,13 +206,14 @@ std::string PeerWatch::last_heard_of(int rank) const {
 }
 
 std::string PeerWatch::waited_for(int peer, const char* what) const {
-  return join(last_call(rank_).text(), " over ", segment_.world_size(), " ranks: rank ", rank_,
-              " waited for ", name_of(peer), " ", what);
+  return join(last_call(rank_).text(), " over ", segment_.world_size(), " ranks: rank ",
+              global_rank(rank_), " waited for ", name_of(peer), " ", what);
 }
 
 std::string PeerWatch::name_of(int rank) const {
   const RankLine& line = segment_.line(rank);
-  return join("rank ", rank, " (process ", line.process.pid, " on ", text_of(line.host), ")");
+  return join("rank ", global_rank(rank), " (process ", line.process.pid, " on ",
+              text_of(line.host), ")");
 }
 
 std::string PeerWatch::last_call_of(int rank) const {

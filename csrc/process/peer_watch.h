@@ -74,7 +74,8 @@ class PeerWatch {
   void check_peers(const std::vector<int>& peers) const;
   // Return a number that changes while any rank works.
   std::uint64_t progress() const;
-  // Return "rank 1 (process 4711 on host)".
+  int global_rank(int rank) const { return segment_.line(rank).global_rank; }
+  // Return "rank 1 (process 4711 on host)" with the global rank.
   std::string name_of(int rank) const;
   std::string last_call_of(int rank) const;
   bool has_left(int rank) const { return segment_.line(rank).state.load() == RankState::kLeft; }

@@ -195,13 +195,13 @@ ProcessPlan plan_all_reduce(std::size_t bytes, const Segment& segment) {
   return {staged_algorithm(bytes, segment), pieces_of(bytes, piece_bytes_for(bytes, segment))};
 }
 
-CallRecord record_of(const Collective& call) {
+CallRecord record_of(const Collective& call, const Segment& segment) {
   CallRecord record;
   record.kind = call.kind;
   record.op = call.fold.op;
   record.divisor = static_cast<std::uint16_t>(call.fold.divisor);
   record.order = call.fold.order;
-  record.root = call.root;
+  if (call.kind == CallKind::kBroadcast) record.root = segment.line(call.root).global_rank;
   record.num_tensors = static_cast<std::uint32_t>(call.tensors.size());
   record.strides = call.remote.strides;
   record.shapes = call.remote.shapes;
@@ -219,7 +219,7 @@ CallRecord record_of(const Collective& call) {
 void begin_call(const Collective& call, ProcessRank& self, bool is_background) {
   self.sequence += 1;
   CallRecord& record = self.segment.line(self.rank).calls[self.sequence % 2];
-  record = record_of(call);
+  record = record_of(call, self.segment);
   record.sequence = self.sequence;
   self.call_digest = record.digest();
   self.layouts_differ = false;

@@ -20,7 +20,7 @@ enum class ProcessAlgorithm : std::uint8_t { kExchange, kDirect };
 inline constexpr int kNumProcessAlgorithms = 2;
 const char* process_algorithm_name(ProcessAlgorithm algorithm);
 
-CallRecord record_of(const Collective& call);
+CallRecord record_of(const Collective& call, const Segment& segment);
 
 // The phases of a call in which a test may delay or kill a rank.
 enum class Phase : std::uint8_t { kIdle, kAnnounce, kReduce, kGather };

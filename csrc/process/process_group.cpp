@@ -77,7 +77,8 @@ std::shared_ptr<Work> ProcessGroup::submit(Collective call) {
 
 std::string ProcessGroup::describe(const Collective& call, bool has_begun) const {
   const std::string awaited = watch_.awaited();
-  const std::string what = join(record_of(call).text(), " of rank ", rank_, " of ", world_size());
+  const std::string what =
+      join(record_of(call, segment_).text(), " of rank ", watch_.global_rank(rank_));
   if (has_begun)
     return join(what, awaited.empty() ? ", which runs" : ", which waits for ", awaited);
   return join(what, ", which waits for the calls before it",

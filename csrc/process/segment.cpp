@@ -83,11 +83,13 @@ std::size_t Segment::devices_bytes() const {
   return layout.heads - layout.devices;
 }
 
-Segment Segment::lay_out(std::byte* memory, int world_size, const SegmentToken& token) {
+Segment Segment::lay_out(std::byte* memory, int world_size, const SegmentToken& token,
+                         const std::vector<int>& global_ranks) {
   const Layout layout(world_size);
   for (int rank = 0; rank < world_size; ++rank) {
     const auto r = static_cast<std::size_t>(rank);
-    new (memory + layout.lines + r * sizeof(RankLine)) RankLine;
+    auto* line = new (memory + layout.lines + r * sizeof(RankLine)) RankLine;
+    line->global_rank = global_ranks.empty() ? rank : global_ranks.at(r);
     new (memory + layout.devices + r * sizeof(DeviceLine)) DeviceLine;
     for (std::size_t i = r * kStagingSlots; i < (r + 1) * kStagingSlots; ++i) {
       new (memory + layout.heads + i * sizeof(MessageHead)) MessageHead;

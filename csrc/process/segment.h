@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "core/collective.h"
 #include "core/error.h"
@@ -67,7 +68,8 @@ struct alignas(64) RankLine {
   std::atomic<std::uint32_t> progress{0};  // grows during long work between messages
   CoreSet cores;                           // affinity mask of the rank
   ProcessId process;
-  std::atomic<int> global_rank{0};  // rank given by torchrun; see death_notice.h
+  int global_rank = 0;                // number of the rank in messages
+  std::atomic<bool> is_named{false};  // whether death_notice.h has named the rank
   std::array<char, 64> host{};
 };
 
@@ -129,7 +131,9 @@ class Segment {
  public:
   static std::size_t bytes_for(int world_size);
   // One process calls lay_out(), the others attach(), which throws if token or version differ.
-  static Segment lay_out(std::byte* memory, int world_size, const SegmentToken& token);
+  // global_ranks: numbers of the ranks in messages; empty: their ranks in the group.
+  static Segment lay_out(std::byte* memory, int world_size, const SegmentToken& token,
+                         const std::vector<int>& global_ranks = {});
   static Segment attach(std::byte* memory, int world_size, const SegmentToken& token);
 
   int world_size() const { return world_size_; }

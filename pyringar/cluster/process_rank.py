@@ -285,7 +285,8 @@ class Publisher:
         tensors = next((row for row in reversed(rows) if row), [])  # inputs follow outputs
         ops = [a.reduceOp for a in args if hasattr(a, "reduceOp")]
         details = [getattr(op, "op", op).name.lower() for op in ops]
-        details += [f"root {a.rootRank}" for a in args if hasattr(a, "rootRank")]
+        roots = [a.rootRank for a in args if hasattr(a, "rootRank")]
+        details += [f"root {ranks[r] if 0 <= r < len(ranks) else r}" for r in roots]
         number = 0  # stays 0 for a message
         if name in ("send", "recv"):
             ranks = [ranks[args[1]]]

@@ -154,9 +154,15 @@ class RankCall(Wait):
         return f"{self} of {sizes}" if self.are_alike and sizes else str(self)
 
     def __str__(self) -> str:
-        pairs = self.details.items()
-        details = ", ".join(str(v) if name == "op" else f"{name} {v}" for name, v in pairs)
+        details = ", ".join(self._detail(name, value) for name, value in self.details.items())
         return f"{self.what} ({details})" if details else self.what
+
+    def _detail(self, name: str, value: Any) -> str:
+        if name == "op":
+            return str(value)
+        if name in ("root", "to", "from"):  # a rank in the group: show its number in the cluster
+            value = dict(enumerate(self.meeting.ranks)).get(value, value)
+        return f"{name} {value}"
 
 
 class GroupCalls:

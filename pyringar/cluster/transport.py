@@ -48,6 +48,7 @@ class Transport(RankCommunicator):
     def __init__(self, meeting: GroupCalls, of: RankThread, index: int) -> None:
         self._meeting, self._of = meeting, of
         self._rank, self._world_size = index, len(meeting.ranks)
+        self._global_ranks = meeting.ranks
         self._last: RankCall | None = None
 
     def begin(

@@ -42,6 +42,8 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         device: A GPU of this process; None: the CPU. All ranks use GPUs, or all use the CPU.
         compares_shapes: Check that shapes are equal on all ranks. If False, ranks on the CPU check
             only the number of elements.
+        global_ranks: Numbers of all ranks in error messages, such as those in a larger group.
+            None: 0 to ``world_size - 1``.
 
     Raises:
         ArgumentError: An argument is wrong, there is no store, or ranks are on several machines.
@@ -83,11 +85,12 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         timeout: float = 30.0,
         device: str | torch.device | int | None = None,
         compares_shapes: bool = True,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         self._configure_rank(name, algorithm, order, timeout, device)
         store, rank, world_size = checked_store(store, rank, world_size)
         with Rendezvous(
-            store, rank, world_size, name, self._timeout_s, self._device.type
+            store, rank, world_size, name, self._timeout_s, self._device.type, global_ranks
         ) as rendezvous:
             self._join(rendezvous, rendezvous.exchange_members(), compares_shapes)
 
@@ -103,7 +106,7 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
 
     def _join(self, rendezvous: Rendezvous, members: list[RankInfo], compares_shapes: bool) -> None:
         self._rank, self._world_size = rendezvous.rank, rendezvous.world_size
-        self._members = members
+        self._members, self._global_ranks = members, rendezvous.global_ranks
         check_one_node(members)
         check_agreed(members)
         rendezvous.group = group = rendezvous.engine.ProcessGroup(

@@ -15,10 +15,10 @@ from pyringar.comm.rank_info import RankInfo
 class RankCommunicator(BaseCommunicator):
     """One local rank of a group whose other ranks are in other processes.
 
-    A transport sets ``_rank``; ``_store``, ``_members``, ``_device`` and ``_name`` are optional.
-    The torch.distributed backend also needs two methods. ``_submit_step(step)`` runs a non-blocking
-    step in the order of calls and returns its `Work`. ``_tell(error)`` sends the error of a late or
-    lost rank to the other ranks.
+    A transport sets ``_rank`` and ``_global_ranks``; ``_store``, ``_members``, ``_device`` and
+    ``_name`` are optional. The torch.distributed backend also needs two methods.
+    ``_submit_step(step)`` runs a non-blocking step in the order of calls and returns its `Work`.
+    ``_tell(error)`` sends the error of a late or lost rank to the other ranks.
     """
 
     _takes_bare_tensors = True
@@ -28,6 +28,7 @@ class RankCommunicator(BaseCommunicator):
         "broadcast_coalesced": "take broadcast for each tensor, or for one flat tensor",
     }
     _rank: int
+    _global_ranks: Sequence[int]  # numbers of the ranks in messages
     _store: Any
     _members: Sequence[RankInfo]
     _device = torch.device("cpu")
@@ -53,6 +54,10 @@ class RankCommunicator(BaseCommunicator):
     def members(self) -> tuple[RankInfo, ...]:
         """Process and host of every rank, in rank order."""
         return tuple(self._members)
+
+    def _number(self, rank: int) -> int:
+        """Return the number of the rank in messages."""
+        return self._global_ranks[rank] if 0 <= rank < self._world_size else rank
 
     @property
     def timeout_s(self) -> float:

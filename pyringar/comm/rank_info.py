@@ -39,6 +39,7 @@ class RankInfo:
     """Process, host and device kind of one rank."""
 
     rank: int
+    global_rank: int  # number of the rank in messages
     node: str
     host: str
     pid: int
@@ -47,10 +48,13 @@ class RankInfo:
     attempt: str = ""  # random id of one attempt to join the group
 
     @classmethod
-    def this_process(cls, rank: int, kind: str = "cpu", attempt: str = "") -> RankInfo:
+    def this_process(
+        cls, rank: int, kind: str = "cpu", attempt: str = "", global_rank: int | None = None
+    ) -> RankInfo:
         """Describe this process as rank ``rank`` with tensors on ``kind``."""
         pid, start_ticks = load.engine().process_id()
-        return cls(rank, node_id(), platform.node(), pid, start_ticks, kind, attempt)
+        number = rank if global_rank is None else global_rank
+        return cls(rank, number, node_id(), platform.node(), pid, start_ticks, kind, attempt)
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -58,7 +62,7 @@ class RankInfo:
     @property
     def name(self) -> str:
         """Rank, process and host for messages."""
-        return f"rank {self.rank} (process {self.pid} on {self.host})"
+        return f"rank {self.global_rank} (process {self.pid} on {self.host})"
 
 
 def read(text: bytes, rank: int, make: Callable[..., T]) -> T:

@@ -60,7 +60,14 @@ class Rendezvous:
     """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, name: str, timeout_s: float, kind: str = "cpu"
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        name: str,
+        timeout_s: float,
+        kind: str = "cpu",
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         from torch._C._distributed_c10d import PrefixStore  # not in every build of torch
 
@@ -70,12 +77,14 @@ class Rendezvous:
         self._prefixed = PrefixStore
         self.rank = rank
         self.world_size = world_size
+        self.global_ranks = _checked_global_ranks(global_ranks, world_size)
         self.name = name
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         prefixed = PrefixStore(f"pyringar/{name}", store)
-        self._store = PatientStore(prefixed, name, rank, self._deadline)
-        self._own = RankInfo.this_process(rank, kind, secrets.token_hex(_ATTEMPT_BYTES))
+        self._number = own = self.global_ranks[rank]
+        self._store = PatientStore(prefixed, name, own, self._deadline)
+        self._own = RankInfo.this_process(rank, kind, secrets.token_hex(_ATTEMPT_BYTES), own)
         self._members = {rank: self._own}  # known RankInfos; entry 0 is from the last ``call``
         self._has_answered = False
         self._may_tell = rank == 0  # whether this rank may write ``failed``
@@ -110,7 +119,7 @@ class Rendezvous:
         self._may_tell = True
         if len(members) != self.world_size:
             raise ArgumentError(
-                f"world_size is {self.world_size} for rank {self.rank} and {len(members)} for "
+                f"world_size is {self.world_size} for rank {self._number} and {len(members)} for "
                 f"{members[0].name}, expected the same for all ranks"
             )
         return members
@@ -122,11 +131,11 @@ class Rendezvous:
     def share_memory(self) -> Any:
         """Return the mapped segment of rank 0."""
         if self.rank == 0:
-            memory = self.engine.create_segment(self.world_size, self.token)
+            memory = self.engine.create_segment(self.global_ranks, self.token)
             self._store.set(self._key("segment"), json.dumps({"fd": memory.fd}))
             return memory
         text = self._poll(self._segment, lambda: [0], "to share its memory")
-        fd = read(text, 0, lambda fd: int(fd))
+        fd = read(text, self.global_ranks[0], lambda fd: int(fd))
         try:
             return self.engine.open_segment(self._members[0].pid, fd, self.world_size)
         except RingarError:
@@ -165,7 +174,8 @@ class Rendezvous:
     def _answers(self, ranks: Sequence[int]) -> dict[int, RankInfo]:
         texts = self._store.look_up([self._key(f"member/{rank}") for rank in ranks])
         answers = zip(ranks, texts, strict=True)
-        return {rank: read(text, rank, RankInfo) for rank, text in answers if text is not None}
+        numbers = self.global_ranks
+        return {r: read(text, numbers[r], RankInfo) for r, text in answers if text is not None}
 
     # -- other ranks -------------------------------------------------------------------------------
 
@@ -174,7 +184,7 @@ class Rendezvous:
         (text,) = self._store.look_up(["call"])
         if text is None:
             return None
-        caller = read(text, 0, RankInfo)
+        caller = read(text, self.global_ranks[0], RankInfo)
         if self._members.get(0) != caller:  # rank 0 has called, or called again
             self._members[0] = caller
             self._has_answered = False
@@ -185,7 +195,11 @@ class Rendezvous:
         if members is not None:
             # The group is complete. If this rank is not in it, wait for rank 0's next call.
             self._has_answered = False
-            group = read(members, 0, lambda members: [RankInfo(**each) for each in members])
+            group = read(
+                members,
+                self.global_ranks[0],
+                lambda members: [RankInfo(**each) for each in members],
+            )
             return group if self._own in group else None
         if not self._has_answered:
             if failed is None and is_alive:
@@ -227,7 +241,9 @@ class Rendezvous:
             self._store.set(self._key("failed"), json.dumps({"error": text, "kind": kind}))
 
     def _raise_told(self, text: bytes) -> None:
-        error = read(text, 0, lambda error, kind: _KINDS.get(kind, RingarError)(error))
+        error = read(
+            text, self.global_ranks[0], lambda error, kind: _KINDS.get(kind, RingarError)(error)
+        )
         self._may_tell = False
         raise error
 
@@ -239,8 +255,8 @@ class Rendezvous:
         for member in self._members.values():
             if not self._is_alive(member):
                 raise PeerLostError(
-                    f"{member.name} is gone; rank {self.rank} waited to make group {self.name} of "
-                    f"{self.world_size} ranks"
+                    f"{member.name} is gone; rank {self._number} waited to make group "
+                    f"{self.name} of {self.world_size} ranks"
                 )
 
     # -- waiting -----------------------------------------------------------------------------------
@@ -262,8 +278,20 @@ class Rendezvous:
 
     def _timed_out(self, absent: list[int], what: str) -> CollectiveTimeout:
         known = [self._members[rank] for rank in absent if rank in self._members]
+        numbers = [self.global_ranks[rank] for rank in absent]
         names = [m.name + ("" if self._is_alive(m) else ", which is gone") for m in known]
         return CollectiveTimeout(
-            f"rank {self.rank} waited {self._timeout_s:g} s for ranks {absent} {what} in group "
+            f"rank {self._number} waited {self._timeout_s:g} s for ranks {numbers} {what} in group "
             f"{self.name} of {self.world_size} ranks" + (f": {', '.join(names)}" if names else "")
         )
+
+
+def _checked_global_ranks(global_ranks: Sequence[int] | None, world_size: int) -> list[int]:
+    given = list(range(world_size) if global_ranks is None else global_ranks)
+    are_ranks = all(type(rank) is int and rank >= 0 for rank in given)
+    if not are_ranks or len(set(given)) != world_size or len(given) != world_size:
+        raise ArgumentError(
+            f"global_ranks is {global_ranks!r}, expected {world_size} different ranks: one per "
+            "rank of this group"
+        )
+    return given

@@ -116,12 +116,17 @@ class RingarProcessGroup(Collectives, PythonGroup):
 
     def __init__(self, options: Any) -> None:
         PythonGroup.__init__(self, options)
-        self._global_ranks = list(options.global_ranks_in_group)
         self._timeout = options.timeout
         store, rank, size = options.store, options.group_rank, options.group_size
-        seconds = options.timeout.total_seconds()
+        self._global_ranks = list(options.global_ranks_in_group) or list(range(size))
         self._comm = comm = communicator_for(
-            store, rank, size, name=options.group_id, timeout=seconds, compares_shapes=False
+            store,
+            rank,
+            size,
+            name=options.group_id,
+            timeout=options.timeout.total_seconds(),
+            compares_shapes=False,
+            global_ranks=self._global_ranks,
         )
         # Use comm.store: after a restart, the given store may hold addresses of dead processes.
         self._fallback = Fallback(

@@ -226,14 +226,14 @@ class Between:
         return self.host if tensor.is_cpu else self.inside
 
     def call_inside(self, call: Callable[[], object]) -> None:
-        """Run ``call`` on this machine's communicator; its errors name ranks of the whole group."""
+        """Run ``call`` on the communicator of this machine; its errors name the machine."""
         machines = self.machines
         try:
             call()
         except RingarError as error:
             raise type(error)(
                 f"on machine {machines.node} of {len(machines.nodes)}, which has ranks "
-                f"{machines.here}: {self.column.in_all_ranks(str(error))}"
+                f"{machines.numbers(machines.here)}: {error}"
             ) from error
 
     def compare(self, what: str) -> None:

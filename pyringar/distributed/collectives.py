@@ -173,7 +173,7 @@ class Collectives(Delegated):
             check_no_overlap("tensor", tensor)
             flat = self._flat_copy([tensor], call)
             into = [(tensor.detach(), flat.view(tensor.shape))] if self._comm.rank == root else []
-            what = Described.of(f"reduce ({op}) to rank {root}", tensor)
+            what = Described.of(f"reduce ({op}) to rank {self._comm._number(root)}", tensor)
             self._reduce_stand_in(for_reduction(flat, op), what, call, *into)
         return self._finished(call, tensors, opts)
 
@@ -208,7 +208,7 @@ class Collectives(Delegated):
         if tensor.dtype in NATIVE:
             call.parts.append(self._comm.broadcast(stand_in, root, async_op=True))
         else:
-            what = Described.of(f"broadcast from rank {root}", tensor)
+            what = Described.of(f"broadcast from rank {self._comm._number(root)}", tensor)
             call.parts.append(self._comm._begin_as(what, "broadcast", stand_in, root=root))
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:

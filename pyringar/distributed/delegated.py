@@ -132,7 +132,8 @@ class WatchedCall:
             time.sleep(0.05)
         lost = [self._comm.members[rank].name for rank in self._fallback.closed_peers()]
         names = f"; {', '.join(lost)} is gone" if lost else ""
-        waited = f"{self._operation}: rank {self._comm.rank} waited for ranks {self._peers}"
+        own, *peers = map(self._comm._number, [self._comm.rank, *self._peers])
+        waited = f"{self._operation}: rank {own} waited for ranks {peers}"
         return (CollectiveTimeout if is_late else PeerLostError)(
             f"{waited}: {gloo_text(error)}{names}"
         )

@@ -40,10 +40,17 @@ _INSIDE_GRACE_S = 1.0
 
 
 def _meeting(
-    store: Any, rank: int | None, world_size: int | None, name: str, timeout: float, device: Any
+    store: Any,
+    rank: int | None,
+    world_size: int | None,
+    name: str,
+    timeout: float,
+    device: torch.device,
+    global_ranks: Sequence[int] | None,
 ) -> Rendezvous:
     store, rank, world_size = checked_store(store, rank, world_size)
-    return Rendezvous(store, rank, world_size, name, check_timeout(timeout), device.type)
+    seconds = check_timeout(timeout)
+    return Rendezvous(store, rank, world_size, name, seconds, device.type, global_ranks)
 
 
 def communicator_for(
@@ -57,6 +64,7 @@ def communicator_for(
     timeout: float = 30.0,
     device: str | torch.device | int | None = None,
     compares_shapes: bool = True,
+    global_ranks: Sequence[int] | None = None,
 ) -> ProcessCommunicator | HierarchicalCommunicator:
     """Make this rank's communicator for a job on one machine or on several.
 
@@ -66,7 +74,7 @@ def communicator_for(
     See `HierarchicalCommunicator` for the other arguments and errors.
     """
     place = check_device("cpu" if device is None else device, "device")
-    with _meeting(store, rank, world_size, name, timeout, place) as meeting:
+    with _meeting(store, rank, world_size, name, timeout, place, global_ranks) as meeting:
         members = meeting.exchange_members()
         num_nodes = len(ranks_by_node(members))
         if num_nodes == 1:
@@ -129,9 +137,10 @@ class HierarchicalCommunicator(RankCommunicator):
         timeout: float = 30.0,
         device: str | torch.device | int | None = None,
         compares_shapes: bool = True,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         place = check_device("cpu" if device is None else device, "device")
-        with _meeting(store, rank, world_size, name, timeout, place) as meeting:
+        with _meeting(store, rank, world_size, name, timeout, place, global_ranks) as meeting:
             members = meeting.exchange_members()
         self._join(meeting, members, place, order, timeout, compares_shapes)
 
@@ -146,11 +155,12 @@ class HierarchicalCommunicator(RankCommunicator):
     ) -> None:
         self._rank, self._world_size, self._store = meeting.rank, meeting.world_size, meeting.store
         self._name, self._device, self._members = meeting.name, device, members
+        self._global_ranks = meeting.global_ranks
         self._compares_shapes = compares_shapes
         self._configure("auto", order, timeout)
         check_agreed(members)
         self.nodes = ranks_by_node(members)
-        self._machines = machines = MachineLayout(self.nodes, self._rank)
+        self._machines = machines = MachineLayout(self.nodes, self._rank, meeting.global_ranks)
         self._place = f"machine {machines.node} of {len(self.nodes)}, "
         machines.check_order(order)
         self._intra = host = self._inside("machine", device)
@@ -177,6 +187,7 @@ class HierarchicalCommunicator(RankCommunicator):
             order=self._order,
             timeout=self._timeout_s + _INSIDE_GRACE_S,
             device=device,
+            global_ranks=self._machines.numbers(self._machines.here),
         )
 
     def _run(
@@ -195,7 +206,7 @@ class HierarchicalCommunicator(RankCommunicator):
         is_sent = call.operation == "broadcast" and call.root == self._rank
         count_changes([] if is_sent else written)
         run = partial(self._run_on_thread, words, call, stream)
-        job = self._jobs.submit(run, f"{words} of rank {self._rank} of {self._world_size}")
+        job = self._jobs.submit(run, f"{words} of rank {self._number(self._rank)}")
         if async_op:
             return Work(job, {}, words)
         try:
@@ -209,6 +220,7 @@ class HierarchicalCommunicator(RankCommunicator):
         return None
 
     def _describe(self, call: CollectiveCall) -> str:
+        call = call._replace(root=self._number(call.root))
         if call.operation == "barrier":
             return str(call)
         tensors = tensors_of(call.inputs if call.has_inputs else call.outputs)
@@ -277,7 +289,7 @@ class HierarchicalCommunicator(RankCommunicator):
 
     def _abort(self, why: str) -> None:
         if not is_inherited(self):
-            self._fail_group(RingarError(f"rank {self._rank} has aborted the group"))
+            self._fail_group(RingarError(f"rank {self._number(self._rank)} has aborted the group"))
             self.close()
 
     def _progress(self) -> tuple[int, int] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -38,9 +37,10 @@ class MachineLayout:
     transfers an equal share of the data. Else the first rank of each machine transfers all data.
     """
 
-    def __init__(self, nodes: list[list[int]], rank: int) -> None:
+    def __init__(self, nodes: list[list[int]], rank: int, global_ranks: Sequence[int]) -> None:
         self.nodes = nodes  # the ranks of every machine, in the order in which machines are added
         self.rank = rank
+        self.global_ranks = global_ranks
         self.node = next(i for i, ranks in enumerate(nodes) if rank in ranks)  # this machine
         self.others = [node for node in range(len(nodes)) if node != self.node]
         self.here = nodes[self.node]
@@ -51,6 +51,10 @@ class MachineLayout:
         # Flat data holds one block per rank, ordered by column, then by machine.
         columns = zip(*nodes, strict=True) if self.are_equal else nodes
         self.block_order = [rank for column in columns for rank in column]
+
+    def numbers(self, ranks: Sequence[int]) -> list[int]:
+        """Return the numbers of the ranks in messages."""
+        return [self.global_ranks[rank] for rank in ranks]
 
     def check_order(self, order: str) -> None:
         check_choice("order", order, ORDERS)
@@ -152,15 +156,16 @@ class Column:
             nodes = closed_peers(self._gloo) or nodes
             places = "; ".join(
                 f"machine {node}, {self._members[machines.nodes[node][0]].host}, has ranks "
-                f"{machines.nodes[node]}"
+                f"{machines.numbers(machines.nodes[node])}"
                 for node in nodes
             )
-            peers = [machines.nodes[node][machines.local_rank] for node in nodes]
+            own = machines.global_ranks[machines.rank]
+            peers = machines.numbers([machines.nodes[node][machines.local_rank] for node in nodes])
             cause = self.keep_error()
             is_silent = cause is None
             cause = cause or self._told_inside()
             is_late = "timed out" in why.lower() or "timeout" in why.lower()
-            text = f"rank {machines.rank} waited for ranks {peers} of the other machines ({places})"
+            text = f"rank {own} waited for ranks {peers} of the other machines ({places})"
             if " waited for " in cause:  # cause names the lost or late rank
                 text = f"{cause}; connections to {places} were closed"
                 cause = ""
@@ -175,27 +180,15 @@ class Column:
         try:
             self._inside.check_peers([])
         except RingarError as error:
-            return self.in_all_ranks(str(error))
+            return str(error)
         return ""
-
-    def in_all_ranks(self, text: str) -> str:
-        """Replace rank numbers inside this machine by rank numbers in the group."""
-        members = [self._members[rank] for rank in self._machines.here]
-        for member in members:
-            place = re.escape(f"(process {member.pid} on {member.host})")
-            text = re.sub(rf"rank \d+ {place}", member.name.replace("\\", r"\\"), text)
-        return re.sub(
-            r"rank (\d+) waited for (?=rank )",
-            lambda found: f"{members[int(found[1])].name} waited for ",
-            text,
-        )
 
     def keep_error(self, error: BaseException | None = None) -> str | None:
         """Write the first error of the group to the store.
 
         Return the first error if it is another rank's, else ""; None if the store does not answer.
         """
-        mark = f"rank {self._machines.rank}: "
+        mark = f"rank {self._machines.global_ranks[self._machines.rank]}: "
         store = PatientStore(self._store, "failure", 0, time.monotonic() + _STORE_S)
         with suppress(RingarError), closing(store):
             found = store.look_up(["failure"])[0]
