@@ -127,6 +127,7 @@ def run_example(name: str, folder: Path) -> str:
     return run([sys.executable, *program, *command[1:]], folder)
 
 
+@pytest.mark.slow
 def test_book_loop_example_learns(capsys):
     runpy.run_path(str(ROOT / "examples/book_loop.py"), run_name="__main__")
     printed = capsys.readouterr().out

@@ -399,18 +399,18 @@ def test_race_gets_verdict_unstable():
     )
 
 
-@pytest.mark.parametrize(
-    ("fn", "hint"),
-    [
-        (averages, "this is the mean, not the sum: rank 0, element 0: expected -15.0, got -7.5"),
-        (counts_rank_0_twice, "rank 0 is counted twice: rank 0, element"),
-        (float32_buffer, "computed in float32?: rank 0, element"),
-        (half_precision, "computed in bfloat16?: rank 0, element"),
-        (new_list, "rank 0 still holds its own values; the function returned a list instead: rank"),
-        (rotates, "rank 0 holds the values of rank 1: rank 0, element"),
-        (skips_the_first_elements, "only the first 3 elements are wrong: rank 0, element"),
-    ],
-)
+HINTS = [
+    (averages, "this is the mean, not the sum: rank 0, element 0: expected -15.0, got -7.5"),
+    (counts_rank_0_twice, "rank 0 is counted twice: rank 0, element"),
+    (float32_buffer, "computed in float32?: rank 0, element"),
+    (half_precision, "computed in bfloat16?: rank 0, element"),
+    (new_list, "rank 0 still holds its own values; the function returned a list instead: rank"),
+    (rotates, "rank 0 holds the values of rank 1: rank 0, element"),
+    (skips_the_first_elements, "only the first 3 elements are wrong: rank 0, element"),
+]
+
+
+@pytest.mark.parametrize(("fn", "hint"), mostly_slow(HINTS, HINTS[1]))
 def test_failure_detail_begins_with_hint(fn, hint):
     assert graded(fn).first_look_at.detail.startswith(hint)
 
@@ -438,6 +438,7 @@ NOTEBOOKS = {
 }
 
 
+@pytest.mark.slow
 def test_notebooks_are_graded(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, text in NOTEBOOKS.items():
@@ -500,6 +501,7 @@ def write(files):
         Path(name).write_text(text)
 
 
+@pytest.mark.slow
 def test_helper_modules_have_no_row(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     files = {
@@ -547,7 +549,7 @@ def test_other_files_are_named(tmp_path, monkeypatch, capsys):
 # -- a text file per solution ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("csv", [[], ["--csv", "marks.csv"]])
+@pytest.mark.parametrize("csv", mostly_slow([[], ["--csv", "marks.csv"]], []))
 def test_feedback_has_reports(tmp_path, monkeypatch, capsys, csv):
     work = tmp_path / "work"
     work.mkdir()
@@ -573,6 +575,7 @@ def test_feedback_has_reports(tmp_path, monkeypatch, capsys, csv):
         assert not good.exists()
 
 
+@pytest.mark.slow
 def test_two_functions_of_a_file_have_feedback(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write({"a.py": GOOD + BOOK.replace("allreduce", "book")})

@@ -57,7 +57,9 @@ def test_rank_processes_match_one_process(pool, options):
         assert digest == answers[0][1] != ""
 
 
-@pytest.mark.parametrize("options", [LENET, {**RESNET, "weights": (3, 1)}], ids=str)
+@pytest.mark.parametrize(
+    "options", mostly_slow([LENET, {**RESNET, "weights": (3, 1)}], LENET), ids=str
+)
 def test_resume_works_across_process_counts(pool, tmp_path, options):
     options = {**options, "lr_schedule": "constant", "momentum": 0.9}
     data, first = garments(75, 30), {**options, "epochs": 1}
