@@ -25,8 +25,8 @@ import pyringar as pr
 
 TIMEOUT_S = 1.0
 # A rank is stopped for STOPPED_S, then runs for RUNNING_S of processor time, and is stopped again.
-# In RUNNING_S a rank joins the call (1 ms) or packs 4 MiB, so that others see its progress.
-# It is short enough for several stops per call: packing 512 KiB takes 0.3 to 9 ms.
+# In RUNNING_S a rank joins the call (1 ms) or packs 512 KiB (0.3 to 9 ms), so that others see its
+# progress. It is short enough for several stops per call.
 STOPPED_S = 0.4
 RUNNING_S = 0.02
 LARGE = 1 << 25  # elements: 128 MiB

@@ -36,9 +36,11 @@ def test_wrong_rank_or_world_size_raises(arguments, words):
     assert time.monotonic() - start < 5, "it waited for others first"
 
 
-@pytest.mark.parametrize("ranks", [[1], [1, 1], [0, -1], [0, "1"], [0, 1, 1]])
+@pytest.mark.parametrize("ranks", [5, [1], [1, 1], [0, -1], [0, "1"], [0, 1, 1], [0, 2**40]])
 def test_wrong_global_ranks_raise(ranks):
-    with pytest.raises(pr.ArgumentError, match=re.escape(f"global_ranks is {ranks}, expected 2")):
+    with pytest.raises(
+        pr.ArgumentError, match=re.escape(f"global_ranks is {ranks}, expected a list of 2 ")
+    ):
         pr.ProcessCommunicator(torch.distributed.HashStore(), 0, 2, global_ranks=ranks)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -232,6 +233,16 @@ def test_different_world_sizes_raise(new_rank_group):
         assert outcome.error == "ArgumentError", outcome
         assert "world_size is 3 for rank 1 and 2 for rank 0 (process" in outcome.text, outcome
         assert outcome.seconds < PROMPT_S + 5
+
+
+def test_different_global_ranks_raise(new_rank_group):
+    group = new_rank_group(2)
+    name = group.start_group([1], world_size=2, global_ranks=[3, 5], timeout=60.0)
+    group.start_group([0], world_size=2, name=name, timeout=60.0)
+    words = r"global_ranks is \[(3, 5|0, 1)\] for rank [50] and has \[0, 5\] for these ranks"
+    for outcome in group.outcomes():
+        assert outcome.error == "ArgumentError", outcome
+        assert re.search(words, outcome.text), outcome
 
 
 # -- restarts by torchrun, whose agent keeps the store --------------------------------------------

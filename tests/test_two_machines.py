@@ -110,7 +110,7 @@ def test_partial_sums_cross_network_once(machines, tmp_path):
 
 def test_sharded_training_matches_one_rank(machines):
     options = ["--dataset", "synthetic", "--epochs", "1", "--batch-size", "1000", "--shards", "8"]
-    first, second = torchrun(machines, "-m", "pyringar", "train", "lenet", *options)
+    first, second = torchrun(machines, "-m", "pyringar", "train", "lenet", *options, "--verbose")
     assert second == "", "rank 0 alone prints"
     alone = subprocess.run(
         [sys.executable, "-m", "pyringar", "train", "lenet", *options, "--ranks", "1"],

@@ -74,6 +74,7 @@ class PeerWatch {
   void check_peers(const std::vector<int>& peers) const;
   // Return a number that changes while any rank works.
   std::uint64_t progress() const;
+  // Return the number of the rank in messages.
   int global_rank(int rank) const { return segment_.line(rank).global_rank; }
   // Return "rank 1 (process 4711 on host)" with the global rank.
   std::string name_of(int rank) const;

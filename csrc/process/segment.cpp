@@ -10,7 +10,7 @@ namespace pyringar {
 
 namespace {
 
-constexpr std::uint32_t kVersion = 9;  // version of the layout
+constexpr std::uint32_t kVersion = 10;  // version of the layout
 constexpr std::size_t kPage = 4096;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&

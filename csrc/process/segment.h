@@ -1,6 +1,7 @@
 // segment: the layout of the memory that the processes of one group share.
 // Contract  One writer per word: rank r writes line r and its slots, which two ranks swap as
-//           core/staged_program.h says. The first rank that fails writes `failure`.
+//           core/staged_program.h says. The first rank that fails writes `failure`. lay_out()
+//           writes `global_rank`, and any rank may set `is_named`.
 //
 //             header    version, token, failure
 //             lines     one per rank: counters, the calls it makes, its process
@@ -35,7 +36,7 @@ struct alignas(64) CallRecord {
   std::uint64_t shapes = 0;    // digest of sizes and dtypes of all tensors
   std::uint64_t strides = 0;   // digest of strides that are not in index order; 0: there are none
   std::uint32_t num_tensors = 0;
-  std::int32_t root = 0;
+  std::int32_t root = 0;  // global rank of the source of a broadcast; else 0
   CallKind kind = CallKind::kBarrier;
   DType dtype = DType::kFloat32;  // dtype of the first tensor
   ReduceOp op = ReduceOp::kSum;
@@ -57,7 +58,7 @@ static_assert(sizeof(CallRecord) == 128, "two cache lines");
 
 enum class RankState : std::uint32_t { kAbsent, kJoined, kLeft };
 
-// The shared state of one rank, which only that rank writes.
+// The shared state of one rank.
 struct alignas(64) RankLine {
   Flag announced;                   // number of the last message that the rank copied into its slot
   Flag reduced;                     // number of the last message whose slice the rank reduced

@@ -42,8 +42,9 @@ class ProcessCommunicator(EngineCommunicator, RankCommunicator):
         device: A GPU of this process; None: the CPU. All ranks use GPUs, or all use the CPU.
         compares_shapes: Check that shapes are equal on all ranks. If False, ranks on the CPU check
             only the number of elements.
-        global_ranks: Numbers of all ranks in error messages, such as those in a larger group.
-            None: 0 to ``world_size - 1``.
+        global_ranks: The number of each rank in errors about other ranks, and in the line on stderr
+            that names a dead rank: for example its rank in the whole job. A list, equal on all
+            ranks. None: 0 to ``world_size - 1``.
 
     Raises:
         ArgumentError: An argument is wrong, there is no store, or ranks are on several machines.

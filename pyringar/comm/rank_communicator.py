@@ -15,8 +15,8 @@ from pyringar.comm.rank_info import RankInfo
 class RankCommunicator(BaseCommunicator):
     """One local rank of a group whose other ranks are in other processes.
 
-    A transport sets ``_rank`` and ``_global_ranks``; ``_store``, ``_members``, ``_device`` and
-    ``_name`` are optional. The torch.distributed backend also needs two methods.
+    A transport sets ``_rank``; ``_store``, ``_members``, ``_device`` and ``_name`` are optional.
+    The torch.distributed backend also needs ``_global_ranks`` and two methods.
     ``_submit_step(step)`` runs a non-blocking step in the order of calls and returns its `Work`.
     ``_tell(error)`` sends the error of a late or lost rank to the other ranks.
     """

@@ -100,7 +100,10 @@ def check_one_node(members: Sequence[RankInfo]) -> None:
     nodes = ranks_by_node(members)
     if len(nodes) == 1:
         return
-    where = "; ".join(f"ranks {ranks} on {members[ranks[0]].host}" for ranks in nodes)
+    where = "; ".join(
+        f"ranks {[members[rank].global_rank for rank in ranks]} on {members[ranks[0]].host}"
+        for ranks in nodes
+    )
     if len({member.host for member in members}) < len(nodes):
         where += "; a container counts as a machine if it has its own pids or clocks, or no /proc"
     raise ArgumentError(

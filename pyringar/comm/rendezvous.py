@@ -122,6 +122,11 @@ class Rendezvous:
                 f"world_size is {self.world_size} for rank {self._number} and {len(members)} for "
                 f"{members[0].name}, expected the same for all ranks"
             )
+        if (theirs := [member.global_rank for member in members]) != self.global_ranks:
+            raise ArgumentError(
+                f"global_ranks is {self.global_ranks} for rank {self._number} and has {theirs} "
+                "for these ranks themselves, expected the same for all ranks"
+            )
         return members
 
     @property
@@ -287,11 +292,12 @@ class Rendezvous:
 
 
 def _checked_global_ranks(global_ranks: Sequence[int] | None, world_size: int) -> list[int]:
-    given = list(range(world_size) if global_ranks is None else global_ranks)
-    are_ranks = all(type(rank) is int and rank >= 0 for rank in given)
-    if not are_ranks or len(set(given)) != world_size or len(given) != world_size:
+    given: Any = range(world_size) if global_ranks is None else global_ranks
+    is_list = isinstance(given, Sequence) and len(given) == world_size
+    are_ranks = is_list and all(type(rank) is int and 0 <= rank < 2**31 for rank in given)
+    if not are_ranks or len(set(given)) != world_size:
         raise ArgumentError(
-            f"global_ranks is {global_ranks!r}, expected {world_size} different ranks: one per "
-            "rank of this group"
+            f"global_ranks is {global_ranks!r}, expected a list of {world_size} different numbers "
+            "from 0, one per rank of this group"
         )
-    return given
+    return list(given)

@@ -24,7 +24,8 @@ class HookState:
 
     Args:
         comm: The communicator. None: the first gradients make a communicator of all processes of
-            the default process group. For another group pass a communicator of that group.
+            the default process group. For another group pass a communicator of that group,
+            made with ``global_ranks``.
         op: ``"mean"``, as DistributedDataParallel without a hook, or ``"sum"``.
         timeout: Seconds that this communicator waits for a rank that makes no progress.
 

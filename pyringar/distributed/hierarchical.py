@@ -220,7 +220,8 @@ class HierarchicalCommunicator(RankCommunicator):
         return None
 
     def _describe(self, call: CollectiveCall) -> str:
-        call = call._replace(root=self._number(call.root))
+        if call.has_root:
+            call = call._replace(root=self._number(call.root))
         if call.operation == "barrier":
             return str(call)
         tensors = tensors_of(call.inputs if call.has_inputs else call.outputs)

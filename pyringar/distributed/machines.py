@@ -65,8 +65,9 @@ class MachineLayout:
         if not is_possible and self.others:
             raise ArgumentError(
                 f"order is {order!r} and the ranks are on {len(self.nodes)} machines: "
-                f"{', '.join(map(str, self.nodes))}; expected 'any', or 'tree' where each machine "
-                "has consecutive ranks, equally many and a power of two"
+                f"{', '.join(str(self.numbers(node)) for node in self.nodes)}; "
+                "expected 'any', or 'tree' where each machine has consecutive ranks, equally many "
+                "and a power of two"
             )
 
     def __str__(self) -> str:
