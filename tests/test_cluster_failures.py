@@ -178,6 +178,16 @@ def test_errors_show_global_rank_of_root(processes):
     assert {root or from_rank for root, from_rank in roots} == {"3"}, caught.value
 
 
+def test_table_shows_global_ranks_of_messages():
+    def program() -> None:
+        rank, group = begin(), dist.new_group([1, 3])
+        if rank == 1:
+            dist.recv(torch.ones(2), 3, group=group)
+
+    with pytest.raises(pr.PeerLostError, match=r"1 +waits +recv \(from 3\)"):
+        pr.launch(program, 4)
+
+
 def test_recv_of_wrong_size_raises():
     def program() -> None:
         dist.send(torch.ones(4), 1) if begin() == 0 else dist.recv(torch.ones(5), 0)

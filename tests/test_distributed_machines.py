@@ -160,3 +160,30 @@ def test_subgroup_errors_use_global_ranks(machines, members):
             late_rank = rf"rank {last} \(process"
             late_machine = rf"ranks \[\d\] of the other machines .* has ranks \[.*{last}.*\]"
             assert re.search(f"waited for ({late_rank}|{late_machine})", text), text
+
+
+def other_subgroup_failures(rank: int, size: int) -> list[str]:
+    """Return the error of reduce beside all_reduce, then of a late call of gloo, in group 1, 3."""
+    texts = []
+    for case in ("reduce", "gloo"):
+        group = dist.new_group([1, 3])
+        if case == "gloo" and rank in (1, 3):
+            group.set_timeout(timedelta(seconds=1))
+        try:
+            if case == "reduce" and rank == 3:
+                dist.reduce(torch.ones(2), 3, group=group)
+            elif case == "reduce" and rank == 1:
+                dist.all_reduce(torch.ones(2), group=group)
+            elif rank == 1:
+                dist.all_to_all_single(torch.empty(2), torch.ones(2), group=group)
+        except RingarError as error:
+            texts.append(str(error))
+    dist.barrier()
+    return texts
+
+
+def test_reduce_and_gloo_errors_use_global_ranks():
+    _, first, _, third = run_group(other_subgroup_failures, 4)
+    for different in (first[0], third[0]):
+        assert "reduce (sum) to rank 3 of 2 float32 elements" in different, different
+    assert "rank 1 waited for ranks [3]" in first[1], first
