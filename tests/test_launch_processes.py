@@ -431,3 +431,14 @@ def test_exit_handlers_run_in_ranks_only(capsys):
         "[rank 0] of a thread",
         "[rank 0] of the rank",
     ]
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_table_has_python_names_of_calls(processes):
+    def program():
+        dist.init_process_group()
+        if dist.get_rank() == 0:
+            DistributedDataParallel(nn.Linear(2, 2))  # its C++ code calls "allgather"
+
+    with pytest.raises(pr.PeerLostError, match=r"0 +waits +all_gather +1 +the world"):
+        pr.launch(program, 2, processes=processes)
